@@ -1,0 +1,364 @@
+"""The schema: one dataclass per TOML section, torchtitan 0.2's section and key names for everything we support.
+
+The string under a field is its help text. A field typed `X | None` that is None is unset: TOML has no null, so an
+absent key is how one says it. `config_file.py` reads TOML and the command line into these classes and checks them;
+nothing here checks anything. Imports neither torch nor torchtitan, so that the planner and `--help` answer at once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from titan_moe.flavors import ScoreFunction
+
+
+@dataclass(kw_only=True)
+class Job:
+    dump_folder: str = ""
+    """Folder of this run; empty: a new folder under ./outputs, chosen by run_train.sh and printed"""
+
+    description: str = ""
+    """One line about the run, kept in its run.json"""
+
+    print_config: bool = False
+    """Print the resolved configuration as the run starts"""
+
+
+@dataclass(kw_only=True)
+class Model:
+    name: Literal["deepseek_v3"] = "deepseek_v3"
+    """Model family"""
+
+    flavor: Literal["debugmodel", "16B", "236B", "671B"] = "debugmodel"
+    """Model size; the fields below replace single numbers of it"""
+
+    hf_assets_path: str = ""
+    """Folder that holds a tokenizer.json, or that file; empty: the built-in byte-level tokenizer"""
+
+    vocab_size: int | None = None
+    """Rows of the embedding and of the output head; at least the tokenizer's size"""
+
+    dim: int | None = None
+    """Model width D"""
+
+    n_layers: int | None = None
+    """Transformer layers, dense and MoE together"""
+
+    n_dense_layers: int | None = None
+    """How many of the first layers have a dense feed-forward instead of an MoE"""
+
+    n_heads: int | None = None
+    """Attention heads"""
+
+    q_lora_rank: int | None = None
+    """Rank of the low-rank query projection; 0: a full query projection"""
+
+    kv_lora_rank: int | None = None
+    """Rank of the compressed keys and values"""
+
+    qk_nope_head_dim: int | None = None
+    """Width of the part of a query or key head without rotary positions"""
+
+    qk_rope_head_dim: int | None = None
+    """Width of the part of a query or key head with rotary positions"""
+
+    v_head_dim: int | None = None
+    """Width of a value head"""
+
+    dense_hidden_dim: int | None = None
+    """Hidden width of a dense feed-forward"""
+
+    moe_hidden_dim: int | None = None
+    """Hidden width F of one expert; the shared expert has num_shared_experts times that"""
+
+    num_experts: int | None = None
+    """Routed experts E of one layer"""
+
+    num_shared_experts: int | None = None
+    """Shared experts of one layer, fused into one feed-forward"""
+
+    top_k: int | None = None
+    """Experts K that a token is routed to"""
+
+    score_func: ScoreFunction | None = None
+    """How router logits become scores"""
+
+    num_expert_groups: int | None = None
+    """Groups for group-limited routing; 1: none"""
+
+    num_limited_groups: int | None = None
+    """Groups that one token may use"""
+
+    route_norm: bool | None = None
+    """Divide the K scores of a token by their sum"""
+
+    route_scale: float | None = None
+    """Factor on the routing weights"""
+
+    mscale: float | None = None
+    """YaRN's attention temperature factor"""
+
+    rope_theta: float | None = None
+    """Base of the rotary frequencies"""
+
+    rope_factor: float | None = None
+    """YaRN's context extension factor; 1: none"""
+
+    max_seq_len: int | None = None
+    """Longest sequence that the rotary table of this model allows"""
+
+    original_seq_len: int | None = None
+    """Sequence length that YaRN extends from"""
+
+
+@dataclass(kw_only=True)
+class MoE:
+    load_balance_coeff: float = 1e-3
+    """Step of the auxiliary-loss-free router bias per optimizer step (arXiv 2408.15664); 0: no bias"""
+
+
+@dataclass(kw_only=True)
+class Optimizer:
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """Optimizer"""
+
+    lr: float = 8e-4
+    """Peak learning rate"""
+
+    beta1: float = 0.9
+    """Decay of the first moment"""
+
+    beta2: float = 0.95
+    """Decay of the second moment"""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment"""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none"""
+
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """How the update loops over parameters"""
+
+
+@dataclass(kw_only=True)
+class LRScheduler:
+    warmup_steps: int = 200
+    """Steps of linear warm-up"""
+
+    total_steps: int | None = None
+    """Steps that the schedule spans; unset: training.steps"""
+
+    decay_ratio: float | None = None
+    """Share of all steps that the final decay takes (warmup-stable-decay); unset: decay begins right after warm-up"""
+
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay"""
+
+    min_lr_factor: float = 0.0
+    """Learning rate at the end, as a share of the peak"""
+
+
+@dataclass(kw_only=True)
+class DataLoader:
+    num_workers: int = 0
+    """Processes that read and tokenize ahead; 0: in the training process"""
+
+    prefetch_factor: int = 2
+    """Batches that each worker keeps ready"""
+
+    num_shards: int = 64
+    """Logical shards the text is split into: part of what fixes the global sample order, so it never follows the mesh.
+    A data-parallel degree that divides it reads only its own share"""
+
+
+@dataclass(kw_only=True)
+class Training:
+    dataset: str = "python_stdlib"
+    """"python_stdlib" (this Python's own source code), "synthetic", or the path or glob of text files"""
+
+    local_batch_size: int = 8
+    """Sequences per rank in one forward and backward"""
+
+    global_batch_size: int = -1
+    """Sequences per optimizer step over all ranks; -1: local_batch_size x data-parallel degree"""
+
+    seq_len: int = 2048
+    """Tokens per sequence"""
+
+    max_norm: float = 1.0
+    """Gradients are scaled down to this norm, experts included"""
+
+    steps: int = 10000
+    """Optimizer steps"""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the stored parameters, gradients and optimizer state"""
+
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the gathered parameters and of the compute, experts included"""
+
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Type in which gradients are reduced"""
+
+    gc_freq: int = 50
+    """Steps between runs of Python's garbage collector, so that all ranks pause together"""
+
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass(kw_only=True)
+class Loss:
+    num_chunks: int = 8
+    """The output head and the cross-entropy run over this many pieces of the sequence, so that the logits of a whole
+    sequence never exist at once; 1: all at once"""
+
+
+@dataclass(kw_only=True)
+class Validation:
+    enable: bool = False
+    """Report the loss on held-out documents"""
+
+    dataset: str = ""
+    """As training.dataset; empty: the documents of training.dataset that `holdout` keeps away from training"""
+
+    holdout: float = 0.02
+    """Share of documents kept away from training; used when validation.dataset is empty"""
+
+    freq: int = 10
+    """Steps between validations; the last step always has one"""
+
+    steps: int = 10
+    """Batches of the training's global batch size per validation, the same ones each time"""
+
+
+@dataclass(kw_only=True)
+class Parallelism:
+    data_parallel_replicate_degree: int = 1
+    """Copies of the sharded model (HSDP)"""
+
+    data_parallel_shard_degree: int = -1
+    """Ranks that one copy is sharded over (FSDP2); -1: all that are left"""
+
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether gathered parameters are freed between forward and backward"""
+
+    expert_parallel_degree: int = 1
+    """Ranks that the experts are spread over; they are taken from the data-parallel shard ranks"""
+
+
+@dataclass(kw_only=True)
+class ActivationCheckpoint:
+    mode: Literal["none", "selective", "full"] = "selective"
+    """What backward recomputes: nothing, cheap operations, or whole layers"""
+
+
+@dataclass(kw_only=True)
+class Compile:
+    enable: bool = False
+    """Use torch.compile"""
+
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
+    """What is compiled"""
+
+    backend: str = "inductor"
+    """torch.compile backend"""
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    enable: bool = False
+    """Save checkpoints, and resume from the newest one in the run folder"""
+
+    folder: str = "checkpoint"
+    """Folder of the checkpoints inside the run folder"""
+
+    interval: int = 500
+    """Steps between checkpoints; the last step always has one"""
+
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Whether training goes on while a checkpoint is written; async_with_pinned_mem needs a GPU"""
+
+    initial_load_path: str = ""
+    """Checkpoint of another run to start from when the run folder holds none"""
+
+    initial_load_model_only: bool = True
+    """Take only the weights from initial_load_path, not optimizer, schedule and data position"""
+
+    last_save_model_only: bool = False
+    """Leave optimizer, schedule and data position out of the last checkpoint: smaller, but the run cannot be
+    extended"""
+
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights in a last checkpoint that holds only them"""
+
+    keep_latest_k: int = 10
+    """Checkpoints kept, at least 2; 0: all"""
+
+    load_step: int = -1
+    """Step to resume from; -1: the newest"""
+
+    create_seed_checkpoint: bool = False
+    """Save the initial weights as step 0 and stop"""
+
+    load_only: bool = False
+    """Load, but never save"""
+
+
+@dataclass(kw_only=True)
+class Metrics:
+    log_freq: int = 10
+    """Steps between logged lines; the first and the last step are always logged"""
+
+    enable_tensorboard: bool = False
+    """Write TensorBoard events"""
+
+    save_tb_folder: str = "tb"
+    """Folder of the TensorBoard events inside the run folder"""
+
+    disable_color_printing: bool = False
+    """Console lines without colour"""
+
+
+@dataclass(kw_only=True)
+class Comm:
+    init_timeout_seconds: int = 300
+    """Time limit of a collective until the first step is done"""
+
+    train_timeout_seconds: int = 100
+    """Time limit of a collective afterwards"""
+
+    trace_buf_size: int = 20000
+    """Entries of the NCCL flight recorder; 0: off"""
+
+
+@dataclass(kw_only=True)
+class Debug:
+    seed: int = 0
+    """Seed of the initial weights and of the order of the data"""
+
+    deterministic: bool = False
+    """Refuse operations that do not repeat bit for bit; slower on GPUs, where the default may use them"""
+
+    moe_force_load_balance: bool = False
+    """Route tokens round-robin: for benchmarks, the model does not learn to route"""
+
+
+@dataclass(kw_only=True)
+class Config:
+    """A whole configuration; the fields are the TOML sections."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    moe: MoE = field(default_factory=MoE)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    loss: Loss = field(default_factory=Loss)
+    validation: Validation = field(default_factory=Validation)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    comm: Comm = field(default_factory=Comm)
+    debug: Debug = field(default_factory=Debug)

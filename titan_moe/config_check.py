@@ -1,0 +1,197 @@
+"""What has to hold between the numbers of a configuration; each problem comes with its arithmetic and the way out.
+
+Runs before any process group exists, so it knows the world size only as a number. Imports neither torch nor torchtitan.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from operator import attrgetter
+from pathlib import PurePath
+from typing import Any
+
+from titan_moe import flavors
+from titan_moe.config import Config
+
+# What a single number must satisfy, and the keys it goes for: outside, something later crashes or, worse, does not.
+RULES: list[tuple[str, Callable[[float], bool], str]] = [
+    (
+        "must be at least 1",
+        lambda value: value >= 1,
+        "model.rope_factor model.original_seq_len training.local_batch_size training.seq_len training.steps "
+        "training.gc_freq training.dataloader.prefetch_factor training.dataloader.num_shards loss.num_chunks "
+        "validation.freq validation.steps parallelism.data_parallel_replicate_degree "
+        "parallelism.expert_parallel_degree checkpoint.interval metrics.log_freq comm.init_timeout_seconds "
+        "comm.train_timeout_seconds",
+    ),
+    (
+        "must be at least 0",
+        lambda value: value >= 0,
+        "model.q_lora_rank model.mscale moe.load_balance_coeff optimizer.weight_decay lr_scheduler.warmup_steps "
+        "training.dataloader.num_workers comm.trace_buf_size",
+    ),
+    (
+        "must be greater than 0",
+        lambda value: value > 0,
+        "model.route_scale optimizer.lr optimizer.eps training.max_norm",
+    ),
+    ("must be greater than 1", lambda value: value > 1, "model.rope_theta"),
+    ("must be at least 0 and less than 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
+    ("must lie in 0 .. 1", lambda value: 0 <= value <= 1, "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor"),
+    ("must lie in 0 .. 2**63 - 1", lambda value: 0 <= value < 2**63, "debug.seed"),
+    ("must be at least -1", lambda value: value >= -1, "checkpoint.load_step"),
+    ("must be -1 or at least 1", lambda value: value == -1 or value >= 1, "parallelism.data_parallel_shard_degree"),
+    (
+        "must be 0 (keep all) or at least 2, so that a whole one is left while the next is written",
+        lambda value: value == 0 or value >= 2,
+        "checkpoint.keep_latest_k",
+    ),
+]
+
+DIVISORS = {
+    "parallelism.data_parallel_replicate_degree",
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.expert_parallel_degree",
+    "training.local_batch_size",
+    "training.seq_len",
+    "loss.num_chunks",
+}
+"""Numbers that must be sound before any arithmetic with the others makes sense"""
+
+
+def check(config: Config, world_size: int) -> list[str]:
+    """Everything that does not fit together when `world_size` processes train `config`; empty when all does."""
+    numbers = _numbers(config)
+    flavor = model_flavor(config)
+    found = [*numbers.values(), *flavors.problems(flavor), *_files(config)]
+    if not numbers.keys() & DIVISORS:
+        found += _parallelism(config, world_size, flavor.num_experts)
+        found += _lengths(config, flavor.max_seq_len)
+    return found
+
+
+def model_flavor(config: Config) -> flavors.Flavor:
+    """The model's sizes: those of model.flavor, with what the [model] section replaces."""
+    return flavors.resolve(
+        config.model.flavor, {field.name: getattr(config.model, field.name) for field in fields(flavors.Flavor)}
+    )
+
+
+def data_parallel_degree(config: Config, world_size: int) -> tuple[int, int]:
+    """(replicate, shard): copies of the model, and ranks that one copy is sharded over, with -1 resolved."""
+    replicate, shard = config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
+    return replicate, world_size // replicate if shard == -1 else shard
+
+
+def gradient_accumulation_steps(config: Config, world_size: int) -> int:
+    """Forward and backward passes per optimizer step."""
+    if config.training.global_batch_size == -1:
+        return 1
+    replicate, shard = data_parallel_degree(config, world_size)
+    return config.training.global_batch_size // (config.training.local_batch_size * replicate * shard)
+
+
+def _numbers(config: Config) -> dict[str, str]:
+    """What is wrong with single numbers, by their path."""
+    found = {}
+    for rule, holds, paths in RULES:
+        for path in paths.split():
+            value = attrgetter(path)(config)
+            if value is not None and not holds(value):
+                found[path] = f"{path} = {value}: {rule}"
+    return found | _not_finite(asdict(config))
+
+
+def _not_finite(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in tree.items():
+        path = prefix + key
+        if isinstance(value, dict):
+            found |= _not_finite(value, f"{path}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            found[path] = f"{path} = {value}: must be finite"
+    return found
+
+
+def _parallelism(config: Config, world_size: int, num_experts: int) -> list[str]:
+    replicate, shard = data_parallel_degree(config, world_size)
+    processes = f"{world_size} processes (nodes x processes per node)"
+    if config.parallelism.data_parallel_shard_degree == -1 and world_size % replicate:
+        return [
+            f"parallelism.data_parallel_replicate_degree = {replicate}: must divide the {processes}; "
+            f"{_choices(world_size)}"
+        ]
+    if replicate * shard != world_size:
+        return [
+            f"parallelism.data_parallel_shard_degree = {shard}: data_parallel_replicate_degree x it = {replicate} x "
+            f"{shard} = {replicate * shard}, but there are {processes}; start {replicate * shard}, or choose -1 for "
+            "all that are left"
+        ]
+    found = []
+    ep = config.parallelism.expert_parallel_degree
+    wholes = {"data_parallel_shard_degree": shard, "model.num_experts": num_experts}
+    if undivided := [f"{name} = {whole}" for name, whole in wholes.items() if whole % ep]:
+        found.append(
+            f"parallelism.expert_parallel_degree = {ep}: must divide {' and '.join(undivided)}; "
+            f"{_choices(math.gcd(shard, num_experts))}"
+        )
+    local, batch = config.training.local_batch_size, config.training.global_batch_size
+    smallest = local * replicate * shard
+    if batch != -1 and (batch < 1 or batch % smallest):
+        above = max(batch // smallest + 1, 1) * smallest
+        below = f"{above - smallest} or " if above > smallest else ""
+        found.append(
+            f"training.global_batch_size = {batch}: must be a multiple of local_batch_size x data-parallel degree = "
+            f"{local} x {replicate * shard} = {smallest}; choose {below}{above}, or -1 for the smallest"
+        )
+    return found
+
+
+def _choices(whole: int) -> str:
+    small = [d for d in range(1, math.isqrt(whole) + 1) if whole % d == 0]
+    return f"choose one of {', '.join(map(str, sorted({*small, *(whole // d for d in small)})))}"
+
+
+def _lengths(config: Config, max_seq_len: int) -> list[str]:
+    found = []
+    seq_len, num_chunks = config.training.seq_len, config.loss.num_chunks
+    if seq_len > max_seq_len:
+        found.append(
+            f"training.seq_len = {seq_len}: longer than the rotary table, model.max_seq_len = {max_seq_len}; shorten "
+            "the one or lengthen the other"
+        )
+    if seq_len % num_chunks:
+        fewer = next(d for d in range(min(num_chunks, seq_len), 0, -1) if seq_len % d == 0)
+        found.append(f"loss.num_chunks = {num_chunks}: must divide training.seq_len = {seq_len}; for example {fewer}")
+    total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
+    if total_steps is not None and total_steps < steps:
+        found.append(
+            f"lr_scheduler.total_steps = {total_steps}: must be at least training.steps = {steps}, because past its "
+            "end the learning rate goes on falling, below zero; leave it out to span the training"
+        )
+    validation = config.validation
+    if validation.enable and not validation.dataset and not 0 < validation.holdout < 1:
+        found.append(
+            f"validation.holdout = {validation.holdout}: must be greater than 0 and less than 1; or name documents of "
+            "their own with validation.dataset"
+        )
+    return found
+
+
+def _files(config: Config) -> list[str]:
+    found = []
+    if not config.training.dataset:
+        found.append('training.dataset = "": must name a dataset, for example "python_stdlib"')
+    for path in ("checkpoint.folder", "metrics.save_tb_folder"):
+        folder = attrgetter(path)(config)
+        parts = PurePath(folder.strip()).parts
+        if not parts or parts[0] == "/" or ".." in parts:
+            found.append(
+                f'{path} = "{folder}": must be the name of a folder inside the run folder, which job.dump_folder moves'
+            )
+    checkpoint = config.checkpoint
+    if checkpoint.create_seed_checkpoint and not checkpoint.enable:
+        found.append("checkpoint.create_seed_checkpoint = true: saves nothing without checkpoint.enable = true; set it")
+    if checkpoint.create_seed_checkpoint and checkpoint.load_only:
+        found.append("checkpoint.create_seed_checkpoint = true: load_only = true forbids to save it; choose one")
+    return found

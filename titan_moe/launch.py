@@ -1,0 +1,62 @@
+"""`python -m titan_moe.launch CONFIG.toml [--section.key=value ...]`: what run_train.sh asks before it calls torchrun.
+
+Every mistake is so named once, not once per rank, and costs no process group. Exit status 2 with the mistakes on
+stderr, or 0 with the run id on stdout, for the shell to export as RUN_ID. Imports no torch.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+
+from titan_moe import config_file, run_folder
+from titan_moe.config_file import ConfigError
+
+
+def main(argv: list[str], env: Mapping[str, str]) -> int:
+    try:
+        config = config_file.load(argv)
+        path, _, _ = config_file.parse_arguments(argv)
+        problems: list[str] = []
+        nodes = _count(env, "NNODES", problems)
+        world_size = nodes * _count(env, "NGPU", problems)
+        run_id = _run_id(env, nodes, path, problems)
+        if world_size:
+            problems += config_file.check(config, world_size)
+        if problems:
+            raise ConfigError(path, problems)
+        folder = run_folder.choose(config, {"RUN_ID": run_id})
+        if reason := run_folder.refusal(folder, run_id, resume=config.checkpoint.enable):
+            raise ConfigError(path, [reason])
+    except (ConfigError, OSError) as error:  # OSError: a run folder that cannot even be looked at
+        print(error, file=sys.stderr)
+        return 2
+    print(f"Run folder: {folder}", file=sys.stderr)
+    print(run_id)
+    return 0
+
+
+def _count(env: Mapping[str, str], name: str, problems: list[str]) -> int:
+    """NNODES (nodes) or NGPU (processes per node), 1 when unset; 0 and a problem when it is no count."""
+    text = env.get(name) or "1"
+    if re.fullmatch("[1-9][0-9]{0,5}", text):
+        return int(text)
+    problems.append(f"{name} = {text!r} in the environment: must be a whole number, 1 to 999999")
+    return 0
+
+
+def _run_id(env: Mapping[str, str], nodes: int, path: str, problems: list[str]) -> str:
+    """What tells a restart of this run from another run: the same for all nodes, and for a requeued job."""
+    if run_id := env.get("RUN_ID"):
+        if not re.fullmatch("[A-Za-z0-9_.-]+", run_id) or run_id in (".", ".."):
+            problems.append(f"RUN_ID = {run_id!r} in the environment: names a folder; use letters, digits, _, . and -")
+        return run_id
+    if job := env.get("SLURM_JOB_ID"):
+        return f"slurm-{job}"
+    if nodes > 1:
+        problems.append(f"RUN_ID is not set in the environment: {nodes} nodes must agree; set the same on each")
+    return run_folder.new_run_id(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

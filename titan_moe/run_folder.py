@@ -1,0 +1,149 @@
+"""The folder that one run writes to: which one, whether it is free, and a record of who trains in it.
+
+`run.json` in the folder names the run. A process that comes back under the same run id (torchrun restarts its workers,
+SLURM requeues a job) goes on there; another run may only when it resumes from checkpoints, because otherwise the
+metrics and checkpoints of two runs would mix. Imports no torch.
+"""
+
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import secrets
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from titan_moe.config import Config
+
+_held: dict[Path, IO[bytes]] = {}
+"""Lock file of each folder that this process has claimed: the lock lasts as long as some process has that file open"""
+
+# A forked child (a data loader worker) has them open too and, outliving us for a moment, would shut out our restart:
+# it forgets them, which closes them.
+os.register_at_fork(after_in_child=_held.clear)
+
+
+def choose(config: Config, env: Mapping[str, str]) -> Path:
+    """job.dump_folder, or outputs/<RUN_ID>."""
+    if config.job.dump_folder:
+        return Path(config.job.dump_folder).expanduser()
+    if not env.get("RUN_ID"):
+        raise ValueError("RUN_ID is not set: start with ./run_train.sh, or set it, or set job.dump_folder")
+    return Path("outputs", env["RUN_ID"])
+
+
+def new_run_id(config_path: str) -> str:
+    """For example 20261129-201502-debug_model-7f3a: sorts by time, names its configuration, does not repeat."""
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(config_path).stem)[:64]
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{stem}-{secrets.token_hex(2)}"
+
+
+def refusal(folder: Path, run_id: str, resume: bool) -> str | None:
+    """Why this run may not write to the folder, or None. Creates and changes nothing."""
+    remedy = "give another --job.dump_folder"
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return f"run folder {folder}: {existing} is not a folder that you may write in; {remedy}"
+    if folder.resolve() not in _held and (folder / ".lock").exists():
+        with (folder / ".lock").open("rb") as file:
+            # Shared, so that all nodes of a job can look at the same moment without taking each other for a live run.
+            if not _lock(file, fcntl.LOCK_SH):
+                return f"run folder {folder}: another process trains in this folder; wait until it ends, or {remedy}"
+    there = _run_there(folder)
+    if there is None or resume or (run_id and there.get("run_id") == run_id):
+        return None
+    return (
+        f"run folder {folder}: holds another run ({there.get('run_id', 'without a readable run.json')}); {remedy}, or "
+        "leave it out to get a new folder under outputs, or resume what is there with --checkpoint.enable"
+    )
+
+
+def claim(folder: Path, run_id: str, resume: bool, record: dict[str, Any]) -> int:
+    """Take the folder for this process until it ends and write run.json; returns the number of this attempt, from 1.
+
+    Only global rank 0 claims. `record` is what run.json says about the attempt besides the ids.
+    """
+    reason = refusal(folder, run_id, resume)
+    if reason is None and folder.resolve() not in _held:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("ab")
+        if not _lock(lock, fcntl.LOCK_EX):
+            raise ValueError(f"run folder {folder}: another process took this folder just now")
+        _held[folder.resolve()] = lock
+        reason = refusal(folder, run_id, resume)  # again, for a run that came and went in between
+    if reason is not None:
+        raise ValueError(reason)
+    there = _run_there(folder) or {"attempt": 0}
+    attempt: int = there["attempt"] + 1
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    run = {"run_id": run_id, "attempt": attempt, "created": there.get("created", now), "updated": now} | record
+    temporary = folder / "run.json.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(run, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / "run.json")  # so a crash leaves the old file or the new one, never a part
+    return attempt
+
+
+def _run_there(folder: Path) -> dict[str, Any] | None:
+    """run.json of the run in the folder, without ids if that cannot be read; None if no run has been here."""
+    try:
+        there = json.loads((folder / "run.json").read_bytes())
+        return {**there, "attempt": int(there["attempt"])}
+    except (OSError, ValueError, TypeError, KeyError):
+        traces = ("run.json", "metrics.jsonl", "checkpoint")
+        ran = any((folder / trace).exists() for trace in traces) or any(folder.glob("*/step-*"))
+        return {"attempt": 1} if ran else None
+
+
+def _lock(file: IO[bytes], kind: int) -> bool:
+    """Lock the file, or return False because another process has."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):  # Lustre mounted without -o flock
+            raise
+        warnings.warn(f"{file.name}: no locks on this file system; a second process here goes unnoticed", stacklevel=2)
+    return True
+
+
+def provenance() -> dict[str, Any]:
+    """What the run is made of: commit, versions, platform, command line. None for what is not there."""
+    here = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(here.parent), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError:  # no git on this machine
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    # An installed package may lie in a .venv inside somebody else's repository, which does not track it.
+    commit = git("rev-parse", "HEAD") if git("ls-files", "--error-unmatch", here.name) else None
+    packages = ("torch", "torchtitan", "triton", "torchdata", "transformer-engine")
+    return {
+        "git_commit": commit,
+        "git_dirty": None if commit is None else bool(git("status", "--porcelain", "--untracked-files=no")),
+        "versions": {package: version(package) for package in packages},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "argv": sys.argv,
+    }
