@@ -1,0 +1,24 @@
+"""One torchrun job per number of ranks, started by the first test that asks for one of its cases."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed.cases import cases
+from tests.distributed.harness import Outcome, run_cases
+
+
+@pytest.fixture(scope="session")
+def outcome(tmp_path_factory) -> Callable[[int, str], Outcome]:
+    """`outcome(world_size, name)`: what that case left."""
+    root = tmp_path_factory.mktemp("runs")
+    done: dict[int, dict[str, Outcome]] = {}
+
+    def get(world_size: int, name: str) -> Outcome:
+        if world_size not in done:
+            out = root / str(world_size)
+            # Two threads where one process has the machine to itself: what repeats then, repeats for a user too.
+            done[world_size] = run_cases(world_size, cases(world_size, out), out, threads=2 if world_size == 1 else 1)
+        return done[world_size][name]
+
+    return get

@@ -1,0 +1,90 @@
+"""Launches torchrun jobs of several cases and reads what they left; see worker.py."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_moe.metrics import read_metrics
+
+REPO = Path(__file__).parents[2]
+
+# A small model of the debug flavor's structure, fp32, with a fixed global batch: 8 sequences of 64 tokens.
+SMALL_FP32 = [
+    "train_configs/debug_model.toml",
+    *("--model.dim=64", "--model.n_layers=3", "--model.moe_hidden_dim=48", "--model.dense_hidden_dim=96"),
+    *("--model.q_lora_rank=32", "--model.kv_lora_rank=32", "--model.n_heads=2"),
+    *("--training.dataset=synthetic", "--training.seq_len=64", "--training.mixed_precision_param=float32"),
+    *("--training.local_batch_size=2", "--training.global_batch_size=8", "--training.steps=5"),
+    *("--optimizer.lr=3e-3", "--lr_scheduler.warmup_steps=2", "--moe.load_balance_coeff=0.01"),
+    *("--metrics.log_freq=1", "--metrics.enable_tensorboard=false", "--validation.freq=5", "--validation.steps=1"),
+]
+
+
+@dataclass
+class Outcome:
+    """What one case left in its run folder."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        return read_metrics(self.folder)
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.metrics.values()]
+
+    @property
+    def step1(self) -> dict[str, Any]:
+        return torch.load(self.folder / "step1.pt", weights_only=True)
+
+
+def torchrun(world_size: int, script: str, *args: str, threads: int = 1, env: dict[str, str] | None = None):
+    """Run `script` under torchrun on this machine and return the finished process; its output goes to the test's
+    log."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={world_size}",
+        script,
+        *args,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(env or {})}
+    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+@dataclass
+class Case:
+    """Arguments of one training beside SMALL_FP32, and the train.py that is run."""
+
+    argv: list[str]
+    train: Path = REPO / "train.py"
+
+
+def run_cases(world_size: int, cases: dict[str, Case], out: Path, threads: int = 1) -> dict[str, Outcome]:
+    """Train every case in one job of `world_size` ranks; the run folder of a case is OUT/<name> unless it says
+    another."""
+    out.mkdir(parents=True, exist_ok=True)
+    table = {
+        name: (free_port(), str(case.train), [*SMALL_FP32, f"--job.dump_folder={out / name}", *case.argv])
+        for name, case in cases.items()
+    }
+    (out / "cases.json").write_text(json.dumps(table))
+    finished = torchrun(world_size, "tests/distributed/worker.py", str(out), threads=threads)
+    assert finished.returncode == 0, f"{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}"
+    return {name: Outcome(out / name) for name in cases}

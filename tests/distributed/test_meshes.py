@@ -1,0 +1,94 @@
+"""At a fixed global batch, every mesh trains the same model: same losses, same gradient of every parameter, same
+initial weights.
+
+fp32 throughout. Loss and total gradient norm alone would not do: a wrong expert layout hides in them, so each
+parameter's gradient is compared by itself.
+"""
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+COMPARED = [
+    (1, "one_rank_whole_batch", "one_rank"),
+    (2, "fsdp2", "one_rank"),
+    (2, "fsdp2_no_bias", "one_rank_no_bias"),
+    (2, "fsdp2_ep2", "one_rank"),
+    (2, "fsdp2_ep2_no_bias", "one_rank_no_bias"),
+    (2, "fsdp2_ep2_full", "one_rank"),
+    (2, "fsdp2_whole_batch", "one_rank"),
+    (4, "fsdp4_ep2", "one_rank"),
+    (4, "fsdp4_ep2_no_bias", "one_rank_no_bias"),
+    (4, "hsdp2x2_ep2", "one_rank"),
+    (4, "ep2_two_experts", "one_rank_two_experts"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "name", "reference"), COMPARED)
+def test_losses_equal_one_ranks(outcome, ranks, name, reference):
+    metrics, expected = outcome(ranks, name).metrics, outcome(1, reference).metrics
+    assert list(metrics) == list(expected) == [1, 2, 3, 4, 5]
+    for quantity in ("loss", "grad_norm"):
+        got = [record[quantity] for record in metrics.values()]
+        assert got == pytest.approx([record[quantity] for record in expected.values()], rel=1e-5), quantity
+    assert metrics[5]["validation_loss"] == pytest.approx(expected[5]["validation_loss"], rel=1e-5)
+    assert metrics[5]["tokens_seen"] == expected[5]["tokens_seen"] == 5 * 8 * 64
+
+
+@pytest.mark.parametrize(("ranks", "name", "reference"), COMPARED)
+def test_every_parameters_gradient_equals_one_ranks(outcome, ranks, name, reference, record_property):
+    step1, expected = outcome(ranks, name).step1, outcome(1, reference).step1
+    flipped = (step1["routing"] != expected["routing"]).any(dim=-1)
+    record_property("flipped_top_k_choices", int(flipped.sum()))
+    print(f"{name}: top-k choices flipped against one rank: {int(flipped.sum())} of {flipped.numel()}")
+    assert step1["gradients"].keys() == expected["gradients"].keys()
+    errors = {}
+    for parameter, gradient in expected["gradients"].items():
+        assert gradient.norm() > 0, f"{parameter}: the reference has no gradient to compare with"
+        errors[parameter] = ((step1["gradients"][parameter] - gradient).norm() / gradient.norm()).item()
+    parameter, error = max(errors.items(), key=lambda item: item[1])
+    print(f"{name}: largest gradient difference {error:.1e} of the norm, {parameter}")
+    assert error <= 1e-5, f"{name}: gradient of {parameter} differs by {error:.2e} of its norm"
+
+
+def test_the_bias_matters(outcome):
+    """Otherwise the cases with the router bias on would repeat those without."""
+    assert outcome(1, "one_rank").losses != outcome(1, "one_rank_no_bias").losses
+
+
+def test_initial_weights_do_not_depend_on_the_mesh(outcome, tmp_path):
+    """The step-0 checkpoint of 4 ranks with EP = 2 equals that of 1 rank bit for bit, and no two experts are equal."""
+    weights = {}
+    for ranks, name in ((1, "one_rank_seed"), (4, "ep2_seed")):
+        dcp_to_torch_save(outcome(ranks, name).folder / "checkpoint" / "step-0", tmp_path / name)
+        weights[name] = torch.load(tmp_path / name, weights_only=False)
+    one, four = weights["one_rank_seed"], weights["ep2_seed"]
+    parameters = outcome(1, "one_rank").step1["gradients"].keys()
+    for parameter in [*parameters, "layers.1.moe.expert_bias_E"]:
+        assert torch.equal(one[parameter], four[parameter]), parameter
+    w1_EFD = four["layers.1.moe.routed_experts.inner_experts.w1_EFD"]
+    assert len({expert.sum().item() for expert in w1_EFD}) == w1_EFD.shape[0] == 8
+
+
+def test_accumulation_reduces_gradients_once_per_step(outcome):
+    """2 microbatches on 2 ranks reduce as often as 1 of twice the size: only the last backward communicates gradients,
+    the chunked loss's output head included."""
+
+    def reductions(name: str) -> int:
+        counts = outcome(2, name).step1["collectives"]
+        return sum(n for collective, n in counts.items() if "reduce_scatter" in collective)
+
+    assert reductions("fsdp2") == reductions("fsdp2_whole_batch") > 0
+    assert reductions("fsdp2_ep2") == 2 * reductions("fsdp2") or reductions("fsdp2_ep2") > 0
+
+
+def test_expert_parallel_ranks_exchange_tokens(outcome):
+    """Otherwise the EP cases would compare FSDP with itself."""
+    counts = outcome(2, "fsdp2_ep2").step1["collectives"]
+    assert sum(n for collective, n in counts.items() if "alltoall" in collective) > 0
+    assert not [collective for collective in outcome(2, "fsdp2").step1["collectives"] if "alltoall" in collective]
+
+
+def test_experts_are_cut_along_f_where_ranks_outnumber_them(outcome):
+    """Otherwise the case of 1,024 GPUs would not have been met."""
+    assert outcome(4, "ep2_two_experts").step1["expert_shards"] == [[1, 24, 64]] * 4

@@ -1,0 +1,122 @@
+"""Whole runs: they repeat, they can be killed and extended, they match the golden losses, and README's edits work."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.cases import EP2, SCHEDULE_100
+from tests.distributed.edits import readme_edits
+from tests.distributed.harness import REPO, SMALL_FP32, Outcome
+from titan_moe.metrics import read_metrics
+
+GOLDEN = REPO / "tests" / "golden" / "small_fp32.txt"
+
+
+def test_the_same_seed_repeats_bit_for_bit(outcome):
+    """bf16 compute on two threads, as a user's run has it."""
+    assert outcome(1, "repeat").losses == outcome(1, "repeat_again").losses
+
+
+def test_golden_losses(outcome):
+    """Small model on synthetic text, fp32: the file changes only with what a run computes. 1e-4 leaves room for another
+    CPU's order of summation; a changed initial weight, sample or update moves the losses by far more."""
+    lines = [line.split() for line in GOLDEN.read_text().splitlines() if line and not line.startswith("#")]
+    expected = {int(step): float(loss) for step, loss in lines}
+    metrics = outcome(1, "golden").metrics
+    assert {step: record["loss"] for step, record in metrics.items()} == pytest.approx(expected, rel=1e-4)
+    assert len(expected) == 10
+
+
+def test_compute_dtype_reaches_the_model(outcome):
+    assert outcome(1, "repeat").losses != outcome(1, "one_rank").losses
+    assert outcome(1, "repeat").losses == pytest.approx(outcome(1, "one_rank").losses, rel=2e-2)
+
+
+def test_a_finished_run_can_be_extended(outcome):
+    """3 steps, end, 3 more from the last checkpoint, which keeps the optimizer: as 6 steps without a break, bit for
+    bit."""
+    extended = outcome(1, "extended").metrics
+    assert [record["loss"] for record in extended.values()] == outcome(1, "uninterrupted").losses
+    assert [record["lr"] for record in extended.values()] == [
+        r["lr"] for r in outcome(1, "uninterrupted").metrics.values()
+    ]
+    assert [record["attempt"] for record in extended.values()] == [1, 1, 1, 2, 2, 2]
+    assert [record["tokens_seen"] for record in extended.values()] == [8 * 64 * step for step in range(1, 7)]
+
+
+def test_data_workers_change_nothing(outcome):
+    assert outcome(1, "workers").losses == outcome(1, "uninterrupted").losses[:3]
+
+
+def test_the_run_folder_says_what_ran(outcome):
+    folder = outcome(1, "one_rank").folder
+    run = json.loads((folder / "run.json").read_text())
+    assert run["versions"]["torchtitan"] == "0.3.0" and run["attempt"] == 1 and run["world"] == 1
+    assert "seq_len = 64" in (folder / "config.toml").read_text()
+    records = list(outcome(1, "one_rank").metrics.values())
+    for key in ("step", "loss", "grad_norm", "lr", "tps", "tflops", "mfu", "time_s"):
+        assert all(key in record for record in records), key
+    assert all(record["mfu"] is None for record in records), "a CPU's peak is unknown, so there is no MFU to show"
+
+
+def test_readme_has_three_edits_of_ten_lines_at_most():
+    edits = readme_edits()
+    assert sorted(edits) == ["loss_term", "new_quantity", "schedule"]
+    for name, diff in edits.items():
+        changed = [line for line in diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+        assert 1 <= len(changed) <= 10, name
+
+
+def test_readme_edit_adds_a_loss_term(outcome):
+    plain, edited = outcome(1, "uninterrupted").losses, outcome(1, "loss_term").losses
+    assert len(edited) == 3
+    assert all(with_term > without for with_term, without in zip(edited, plain, strict=False))
+
+
+def test_readme_edit_changes_the_schedule(outcome):
+    rates = [record["lr"] for record in outcome(1, "schedule").metrics.values()]
+    assert rates == pytest.approx([3e-3 * min((step + 1) / 10, ((step + 1) / 10) ** -0.5) for step in range(3)])
+
+
+def test_readme_edit_logs_a_new_quantity(outcome):
+    norms = [record["embedding_norm"] for record in outcome(1, "new_quantity").metrics.values()]
+    assert len(norms) == 3 and all(norm > 1 for norm in norms)
+    assert outcome(1, "new_quantity").losses == outcome(1, "uninterrupted").losses[:3]
+
+
+def test_killed_and_resumed_equals_uninterrupted(outcome, tmp_path):
+    """Two ranks with EP = 2 in bf16, saving asynchronously every 3 steps through run_train.sh: killed with SIGKILL
+    after a checkpoint was complete, started again with the same command, it goes on with bit-identical losses."""
+    folder = tmp_path / "run with space"
+    command = ["./run_train.sh", *SMALL_FP32, EP2, SCHEDULE_100, "--training.mixed_precision_param=bfloat16"]
+    command += ["--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.async_mode=async"]
+    command += [f"--job.dump_folder={folder}"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "NGPU": "2", "OMP_NUM_THREADS": "1"}
+    log = (tmp_path / "log").open("w")
+    first = subprocess.Popen(
+        [*command, "--training.steps=100"], cwd=REPO, env=env, stdout=log, stderr=log, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(folder.glob("checkpoint/step-*/.metadata")) or max(read_metrics(folder)) < 5:
+            assert first.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-4000:]
+            time.sleep(0.05)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    second = subprocess.run(
+        [*command, "--training.steps=10"], cwd=REPO, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert second.returncode == 0, second.stdout[-4000:] + second.stderr[-4000:]
+    resumed = Outcome(folder).metrics
+    assert {record["attempt"] for record in resumed.values()} == {1, 2}
+    first_of_second = min(step for step, record in resumed.items() if record["attempt"] == 2)
+    assert (first_of_second - 1) % 3 == 0 and first_of_second > 1, "it did not go on from a checkpoint"
+    assert [resumed[step]["loss"] for step in range(1, 11)] == outcome(2, "uninterrupted").losses

@@ -1,0 +1,146 @@
+"""One torchrun job that trains several configurations, one after the other; imports, which cost most of a start, happen
+once.
+
+    torchrun --nproc_per_node N tests/distributed/worker.py OUT
+
+OUT/cases.json maps a name to a free port, the train.py to run and its arguments. Each case runs its `main` for real, in
+a fork of each rank with a process group of its own; its run folder is OUT/<name>, and rank 0 adds OUT/<name>/step1.pt:
+the gradient of every parameter at step 1, whole, before clipping; the experts that every token was routed to at step 1,
+by global sample; how often each collective was called in step 1; how experts are cut.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
+
+import train  # imports once what every case needs
+
+
+class Recorder:
+    """Watches step 1 of one case from outside: train.py has no hooks for it, and needs none."""
+
+    def __init__(self) -> None:
+        self.run: Any = None  # a Run of the train.py under test
+        self.gradients: dict[str, torch.Tensor] | None = None
+        self.topk_ids: list[torch.Tensor] = []
+        self.collectives: Counter[str] = Counter()
+
+    def record_gradients(self) -> None:
+        assert self.run is not None
+        self.gradients = {}
+        for name, param in self.run.model.named_parameters():
+            assert param.grad is not None, f"{name} has no gradient"
+            grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            self.gradients[canonical_fqn(name)] = grad.clone()
+
+    def routing_by_global_sample(self) -> torch.Tensor:
+        """[moe layers, global samples of step 1, L, K], K sorted: rank r's i-th sample is global sample i R + r."""
+        assert self.run is not None
+        layers = sum(layer.moe_enabled for layer in self.run.model.layers.values())
+        local = torch.stack([torch.cat(self.topk_ids[layer::layers]) for layer in range(layers)])
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, local.contiguous())
+        return torch.stack(gathered, dim=2).flatten(1, 2).sort(dim=-1).values
+
+    def expert_shards(self) -> list[list[int]]:
+        """Shape of what each rank holds of layer 1's w1."""
+        params = {canonical_fqn(name): p for name, p in self.run.model.named_parameters()}
+        w1_EFD = params["layers.1.moe.routed_experts.inner_experts.w1_EFD"]
+        shapes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shapes, list(w1_EFD.to_local().shape))
+        return shapes
+
+
+class CountCollectives(TorchDispatchMode):
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[func.name().split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def load(path: str) -> ModuleType:
+    """The module train.py, or an edited copy of it."""
+    if Path(path).resolve() == Path(train.__file__).resolve():
+        return train
+    spec = importlib.util.spec_from_file_location("edited_train", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["edited_train"] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_case(train: ModuleType, argv: list[str], folder: Path) -> None:
+    recorder = Recorder()
+    build, train_step = train.build, train.train_step
+    clip, route = train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward
+
+    def recording_build(config):
+        recorder.run = build(config)
+        return recorder.run
+
+    def recording_clip(*args, **kwargs):
+        if recorder.gradients is None:
+            recorder.record_gradients()
+        return clip(*args, **kwargs)
+
+    def recording_route(self, x_BLD, expert_bias_E=None):
+        scores, ids, all_scores = route(self, x_BLD, expert_bias_E)
+        recomputing = torch._C._current_graph_task_id() != -1  # inside a backward
+        if recorder.gradients is None and torch.is_grad_enabled() and not recomputing:
+            recorder.topk_ids.append(ids.detach().clone())
+        return scores, ids, all_scores
+
+    def counting_step(*args, **kwargs):
+        if recorder.gradients is not None:
+            return train_step(*args, **kwargs)
+        with CountCollectives(recorder.collectives):
+            return train_step(*args, **kwargs)
+
+    # No need to put anything back: the case has this process to itself.
+    train.build, train.train_step = recording_build, counting_step
+    train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward = recording_clip, recording_route
+    train.main(argv)
+    if recorder.gradients is not None:
+        routing, shards = recorder.routing_by_global_sample(), recorder.expert_shards()
+        if dist.get_rank() == 0:
+            step1 = {"gradients": recorder.gradients, "routing": routing, "collectives": dict(recorder.collectives)}
+            torch.save({**step1, "expert_shards": shards}, folder / "step1.pt")
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # rank 0 of each case hosts its own store
+    for name, (port, path, argv) in json.loads((out / "cases.json").read_text()).items():
+        os.environ |= {"RUN_ID": name, "MASTER_PORT": str(port)}
+        child = os.fork()
+        if child == 0:
+            try:
+                run_case(load(path), argv, out / name)
+                dist.destroy_process_group()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            sys.stdout.flush()
+            os._exit(0)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
+            sys.exit(f"case {name} failed on rank {os.environ['RANK']}")

@@ -1,0 +1,67 @@
+"""Checkpoints through torchtitan's manager of torch.distributed.checkpoint (DCP): resharded on load, sync or async."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+
+from titan_moe.config import Config
+from titan_moe.runtime import DEVICE_TYPE
+
+
+class Progress(Stateful):
+    """How far the run is: optimizer steps done, and tokens that all ranks have seen in them."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.tokens_seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "tokens_seen": self.tokens_seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step, self.tokens_seen = state_dict["step"], state_dict["tokens_seen"]
+
+
+def build_checkpointer(
+    config: Config,
+    run_folder: Path,
+    *,
+    model: nn.Module,
+    optimizers: OptimizersContainer,
+    lr_schedulers: LRSchedulersContainer,
+    dataloader: Stateful,
+    progress: Progress,
+) -> CheckpointManager:
+    """torchtitan's manager over everything that a resumed run needs: weights, router biases, optimizer, schedule,
+    position in the data, progress."""
+    c = config.checkpoint
+    if c.async_mode == "async_with_pinned_mem" and DEVICE_TYPE == "cpu":
+        raise ValueError(
+            'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU; on a CPU use "async" or "disabled"'
+        )
+    initial_load_path = str(Path(c.initial_load_path).resolve()) if c.initial_load_path else None
+    return CheckpointManager.Config(
+        enable=c.enable,
+        folder=c.folder,
+        interval=c.interval,
+        async_mode=c.async_mode,
+        initial_load_path=initial_load_path,
+        initial_load_model_only=c.initial_load_model_only and initial_load_path is not None,
+        last_save_model_only=c.last_save_model_only,
+        export_dtype=c.export_dtype,
+        keep_latest_k=c.keep_latest_k,
+        load_step=c.load_step,
+        load_only=c.load_only,
+    ).build(
+        dataloader=dataloader,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=lr_schedulers,
+        states={"progress": progress},
+        sd_adapter=None,
+        base_folder=str(run_folder),
+    )

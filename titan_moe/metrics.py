@@ -1,0 +1,195 @@
+"""What a run says about itself: the console line, TensorBoard, and metrics.jsonl in the run folder.
+
+The console line is torchtitan's byte for byte up to `mfu`, so that its parsers keep working; ours follows after it.
+TensorBoard has torchtitan's tags. metrics.jsonl has one object per logged step in full precision; a run that is started
+again appends to it with a higher `attempt`, and a reader keeps the last line of a step (`read_metrics`).
+
+Only rank 0 writes. Units: tokens and seconds of one rank; tps is tokens per second per device.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import Color, NoColor
+
+from titan_moe.config import Config
+from titan_moe.runtime import DeviceMemory
+
+
+class Metrics:
+    """Counts tokens and seconds between logged steps, and writes them out.
+
+    `flops_per_token` are model FLOPs of forward and backward; MFU is against the device's bf16 peak, n/a when unknown.
+    """
+
+    def __init__(self, config: Config, run_folder: Path, attempt: int, flops_per_token: int, writes: bool) -> None:
+        self.config, self.attempt, self.flops_per_token = config, attempt, flops_per_token
+        self.memory = DeviceMemory()
+        self.peak_flops = self.memory.peak_flops()
+        self.color = NoColor() if config.metrics.disable_color_printing else Color()
+        self.started = time.perf_counter()
+        self.file: IO[str] | None = None
+        self.tensorboard = None
+        if writes:
+            self.file = _open_for_append(run_folder / "metrics.jsonl")
+            if config.metrics.enable_tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.tensorboard = SummaryWriter(str(run_folder / config.metrics.save_tb_folder))
+        self._restart_interval()
+
+    def _restart_interval(self) -> None:
+        self.tokens = self.steps = 0
+        self.data_seconds = self.other_seconds = 0.0
+        self.interval_started = time.perf_counter()
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.data_seconds += time.perf_counter() - start
+
+    @contextmanager
+    def outside_training(self) -> Iterator[None]:
+        """Time spent inside (validation, checkpoints) does not count against the throughput."""
+        start = time.perf_counter()
+        yield
+        self.other_seconds += time.perf_counter() - start
+
+    def count(self, tokens: int) -> None:
+        """One more optimizer step, over `tokens` tokens of this rank."""
+        self.tokens += tokens
+        self.steps += 1
+
+    def log(
+        self,
+        step: int,
+        *,
+        loss: float,
+        max_loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens_seen: int,
+        validation_loss: float | None = None,
+        **more: float,
+    ) -> None:
+        """Write the line of `step`. `more`: further quantities of the caller, by name, into metrics.jsonl and
+        TensorBoard.
+
+        Raises RuntimeError when the loss or the gradient norm is not finite.
+        """
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise RuntimeError(f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, stopping")
+        seconds = time.perf_counter() - self.interval_started - self.other_seconds
+        tps = self.tokens / seconds
+        tflops = self.flops_per_token * tps / 1e12
+        mfu = None if self.peak_flops is None else 100 * self.flops_per_token * tps / self.peak_flops
+        data_percent = 100 * self.data_seconds / seconds
+        memory = self.memory.peak()
+        if self.file is not None:
+            record = {
+                "step": step,
+                "attempt": self.attempt,
+                "loss": loss,
+                "max_loss": max_loss,
+                "grad_norm": grad_norm,
+                "lr": lr,
+                "tps": tps,
+                "tflops": tflops,
+                "mfu": mfu,
+                "time_s": time.perf_counter() - self.started,
+                "step_s": seconds / self.steps,
+                "data_percent": data_percent,
+                "memory_gib": memory["memory/max_reserved(GiB)"],
+                "tokens_seen": tokens_seen,
+                **({} if validation_loss is None else {"validation_loss": validation_loss}),
+                **more,
+            }
+            self.file.write(json.dumps(record, allow_nan=False) + "\n")
+            self.file.flush()
+            if self.tensorboard is not None:
+                self._write_tensorboard(record, memory, data_percent)
+            self._print(record, memory, seconds)
+        self.memory.reset()
+        self._restart_interval()
+
+    def _print(self, record: dict[str, Any], memory: dict[str, float], seconds: float) -> None:
+        c, step, steps = self.color, record["step"], self.config.training.steps
+        eta = int((steps - step) * seconds / self.steps)
+        mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.2f}%"
+        logger.info(
+            f"{c.red}step: {step:2}  "
+            f"{c.green}loss: {record['loss']:8.5f}  "
+            f"{c.orange}grad_norm: {record['grad_norm']:7.4f}  "
+            f"{c.turquoise}memory: {memory['memory/max_reserved(GiB)']:5.2f}GiB"
+            f"({memory['memory/max_reserved(%)']:.2f}%)  "
+            f"{c.blue}tps: {round(record['tps']):,}  "
+            f"{c.cyan}tflops: {record['tflops']:,.2f}  "
+            f"{c.magenta}mfu: {mfu}{c.reset}  "
+            f"lr: {record['lr']:.2e}  data: {record['data_percent']:.1f}%  "
+            f"{100 * step / steps:5.1f}%  eta: {_duration(eta)}"
+        )
+        if "validation_loss" in record:
+            logger.info(f"{c.yellow}validate step: {step:2}  {c.green}loss: {record['validation_loss']:7.4f}{c.reset}")
+
+    def _write_tensorboard(self, record: dict[str, Any], memory: dict[str, float], data_percent: float) -> None:
+        assert self.tensorboard is not None
+        tags = {
+            "loss_metrics/global_avg_loss": record["loss"],
+            "loss_metrics/global_max_loss": record["max_loss"],
+            "grad_norm": record["grad_norm"],
+            "throughput(tps)": record["tps"],
+            "tflops": record["tflops"],
+            "mfu(%)": record["mfu"],
+            "time_metrics/end_to_end(s)": record["step_s"],
+            "time_metrics/data_loading(s)": self.data_seconds / self.steps,
+            "time_metrics/data_loading(%)": data_percent,
+            **memory,
+            "n_tokens_seen": record["tokens_seen"],
+            "lr": record["lr"],
+            "validation_metrics/loss": record.get("validation_loss"),
+        }
+        known = {"step", "attempt", "loss", "time_s", "memory_gib", "data_percent", "step_s", "validation_loss"}
+        tags |= {key: value for key, value in record.items() if key not in known and key not in tags}
+        for tag, value in tags.items():
+            if value is not None:
+                self.tensorboard.add_scalar(tag, value, record["step"])
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+
+
+def _duration(seconds: int) -> str:
+    hours, rest = divmod(seconds, 3600)
+    minutes, seconds = divmod(rest, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
+
+
+def _open_for_append(path: Path) -> IO[str]:
+    """Open for appending whole lines: a killed attempt may have left half a line, which gets its newline here."""
+    if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    return path.open("a")
+
+
+def read_metrics(run_folder: Path | str) -> dict[int, dict[str, Any]]:
+    """{step: the last complete line about it} of a run, steps in order. Lines that were cut off by a kill are passed
+    over."""
+    records: dict[int, dict[str, Any]] = {}
+    for line in (Path(run_folder) / "metrics.jsonl").read_text().splitlines():
+        try:
+            record = json.loads(line)
+            records[record["step"]] = record
+        except (json.JSONDecodeError, KeyError, TypeError):
+            continue
+    return dict(sorted(records.items()))

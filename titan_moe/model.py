@@ -1,0 +1,241 @@
+"""From a flavor to torchtitan's DeepSeek-V3, with our nodes put in; nothing else builds models.
+
+torchtitan's model is a tree of config nodes; `build_model` makes the tree from `flavors.Flavor`, replaces four kinds of
+node, lets torchtitan set the sharding of all of them and builds the modules on the meta device:
+
+| torchtitan's node          | ours            | why
+     |
+|----------------------------|-----------------|------------------------------------------------------------------------------|
+| FlexAttention (CPU only)   | DenseAttention  | FlexAttention has no backward on a CPU
+     |
+| router gate Linear         | RouterGate      | fp32 logits also where autocast cannot give them
+     |
+| GroupedExperts             | moe.experts     | fp32 compute must reach the experts
+     |
+| AllToAllTokenDispatcher    | moe.dispatch    | the all-to-all must work on gloo
+     |
+
+`init_weights` gives every parameter the same values on every mesh: see its docstring.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.config.override import derive
+from torchtitan.models import deepseek_v3
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.deepseek_v3 import DeepSeekV3Model
+from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
+from torchtitan.protocols.module import Module
+from torchtitan.tools.utils import set_default_dtype
+
+from titan_moe.config import Config
+from titan_moe.config_check import model_flavor
+from titan_moe.moe.dispatch import TokenDispatcher
+from titan_moe.moe.experts import Experts
+from titan_moe.runtime import DEVICE_TYPE
+
+# Rows drawn with one seed. A rank draws whole blocks, so a smaller one wastes less at the edge of its slice and a
+# larger one seeds less often; it is part of what the initial weights are, so it must never change.
+INIT_BLOCK_ELEMENTS = 2**20
+
+
+def model_config(config: Config) -> DeepSeekV3Model.Config:
+    """torchtitan's config tree for this model, our nodes and the sharding of every node in it.
+
+    The private names are torchtitan's initializers and layer builder: they hold the initialization recipe of its
+    registry, which takes no sizes. `update_from_config` is not called: it wants a whole `Trainer.Config`; what it does
+    besides sharding is set the rotary table to the training's sequence length and pass the forced load balance on.
+    """
+    f = model_flavor(config)
+    rope = ComplexRoPE.Config(
+        dim=f.qk_rope_head_dim,
+        max_seq_len=config.training.seq_len,
+        theta=f.rope_theta,
+        scaling="yarn",
+        rope_factor=f.rope_factor,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        original_seq_len=f.original_seq_len,
+    )
+    limited = f.num_expert_groups > 1
+    layers = deepseek_v3._build_dsv3_layers(
+        n_layers=f.n_layers,
+        n_dense_layers=f.n_dense_layers,
+        dim=f.dim,
+        n_heads=f.n_heads,
+        q_lora_rank=f.q_lora_rank,
+        kv_lora_rank=f.kv_lora_rank,
+        qk_nope_head_dim=f.qk_nope_head_dim,
+        qk_rope_head_dim=f.qk_rope_head_dim,
+        v_head_dim=f.v_head_dim,
+        mscale=f.mscale,
+        dense_hidden_dim=f.dense_hidden_dim,
+        moe_hidden_dim=f.moe_hidden_dim,
+        num_experts=f.num_experts,
+        num_shared_experts=f.num_shared_experts,
+        router_top_k=f.top_k,
+        router_score_func=f.score_func,
+        router_num_expert_groups=f.num_expert_groups if limited else None,
+        router_num_limited_groups=f.num_limited_groups if limited else None,
+        router_route_scale=f.route_scale,
+        router_route_norm=f.route_norm,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        non_blocking_capacity_factor=None,
+        rope=rope,
+    )
+    tree = DeepSeekV3Model.Config(
+        vocab_size=f.vocab_size,
+        dim=f.dim,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=f.vocab_size, embedding_dim=f.dim, param_init=deepseek_v3._EMBEDDING_INIT
+        ),
+        norm=RMSNorm.Config(normalized_shape=f.dim, param_init=deepseek_v3._NORM_INIT),
+        lm_head=Linear.Config(
+            in_features=f.dim, out_features=f.vocab_size, param_init=deepseek_v3._output_linear_init(f.dim)
+        ),
+        layers=layers,
+    )
+    for layer in layers:
+        if DEVICE_TYPE == "cpu":
+            layer.attention.inner_attention = DenseAttention.Config()
+        if layer.moe is None:
+            continue
+        experts = layer.moe.routed_experts
+        experts.inner_experts = derive(experts.inner_experts, Experts.Config)
+        experts.token_dispatcher = derive(experts.token_dispatcher, TokenDispatcher.Config)
+        layer.moe.router.gate = derive(layer.moe.router.gate, RouterGate.Config)
+        layer.moe.router._debug_force_load_balance = config.debug.moe_force_load_balance
+        layer.moe.load_balance_coeff = config.moe.load_balance_coeff or None
+    set_deepseek_v3_sharding_config(tree, enable_sp=True, enable_ep=config.parallelism.expert_parallel_degree > 1)
+    return tree
+
+
+def build_model(config: Config) -> DeepSeekV3Model:
+    """The model on the meta device: shapes and dtypes, no memory."""
+    with torch.device("meta"), set_default_dtype(getattr(torch, config.training.dtype)):
+        model = model_config(config).build()
+    model.verify_module_protocol()
+    return model
+
+
+class RouterGate(Linear):
+    """The router's projection in fp32. torchtitan asks autocast for it, which a CPU ignores."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type=input.device.type, enabled=False):
+            return F.linear(input.float(), self.weight.float())
+
+
+class DenseAttention(Module):
+    """Causal attention inside documents with a dense mask, for devices without FlexAttention's backward.
+
+    Letters: B batch, L sequence, N heads, H head width. MLA's value heads are narrower than its query heads, which
+    would send CPU attention down its slow path; values padded with zeros to the query's width take the fast one, and
+    the padding, being zero, is cut off the output again.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__()
+
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: torch.Tensor, scale: float | None = None):
+        v_width = v_BLNH.shape[-1]
+        v_BLNH = F.pad(v_BLNH, (0, q_BLNH.shape[-1] - v_width))
+        out_BNLH = F.scaled_dot_product_attention(
+            q_BLNH.transpose(1, 2),
+            k_BLNH.transpose(1, 2),
+            v_BLNH.transpose(1, 2),
+            attn_mask=attention_masks,
+            scale=scale,
+        )
+        return out_BNLH[..., :v_width].transpose(1, 2)
+
+
+def attention_masks(model: DeepSeekV3Model, positions_BL: torch.Tensor):
+    """What the model's attention needs to stay causal and inside documents; positions_BL is 0 where a document
+    begins."""
+    if DEVICE_TYPE != "cpu":
+        return model.get_attention_masks(positions=positions_BL)
+    length = positions_BL.shape[1]
+    document_BL = torch.cumsum(positions_BL == 0, dim=1)
+    same_document_BLL = document_BL.unsqueeze(2) == document_BL.unsqueeze(1)
+    causal_LL = torch.ones(length, length, dtype=torch.bool, device=positions_BL.device).tril()
+    return (same_document_BLL & causal_LL).unsqueeze(1)
+
+
+def init_weights(model: DeepSeekV3Model, seed: int) -> None:
+    """Give every parameter its initial values, the same ones whatever the mesh.
+
+    Each parameter is drawn in blocks of rows (an expert's rows are its own blocks), each block from a seed made of (run
+    seed, parameter name, expert, block), and a rank keeps its slice. So a rank draws only blocks that its slice
+    touches, one at a time, and no value depends on how the parameter is cut. torchtitan's own way draws from one stream
+    per rank, which on a CPU mesh gives every rank the same numbers: with EP = 2, experts 4-7 would equal experts 0-3.
+
+    The values do depend on the kind of device: they are drawn where the parameter lives.
+    """
+    for fqn, module in model.named_modules():
+        if isinstance(module, Module) and module._param_init is not None:
+            prefix = canonical_fqn(fqn)
+            # A new dict per module: torchtitan shares one between all modules of a kind.
+            module._param_init = {
+                name: partial(_init_slice, initializer=init, seed=seed, name=f"{prefix}.{name}")
+                for name, init in module._param_init.items()
+            }
+    with torch.no_grad():
+        model.init_weights()
+
+
+def _init_slice(param: torch.Tensor, *, initializer: Callable, seed: int, name: str) -> None:
+    """Fill this rank's slice of `param` with what `initializer` draws for the whole of it."""
+    if initializer in (nn.init.zeros_, nn.init.ones_):
+        initializer(param)
+        return
+    local, offset = _local_slice(param)
+    if local.numel() == 0:
+        return
+    rows, width = param.shape[-2], param.shape[-1]
+    block_rows = max(1, INIT_BLOCK_ELEMENTS // width)
+    *expert_offset, row_offset, column_offset = offset
+    local_ERC = local.view(-1, *local.shape[-2:])
+    first_expert = expert_offset[0] if expert_offset else 0
+    last_row = row_offset + local.shape[-2]
+    for e, local_RC in enumerate(local_ERC, start=first_expert):
+        for block in range(row_offset // block_rows, math.ceil(last_row / block_rows)):
+            start, end = block * block_rows, min((block + 1) * block_rows, rows)
+            digest = hashlib.blake2b(f"{seed}/{name}/{e}/{block}".encode(), digest_size=8).digest()
+            generator = torch.Generator(param.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+            drawn = torch.empty(end - start, width, device=param.device)  # fp32 also for bf16 parameters
+            initializer(drawn, generator=generator)
+            lo, hi = max(start, row_offset), min(end, last_row)
+            columns = slice(column_offset, column_offset + local.shape[-1])
+            local_RC[lo - row_offset : hi - row_offset].copy_(drawn[lo - start : hi - start, columns])
+
+
+def _local_slice(param: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """This rank's part of `param` as a plain tensor, and where it begins in the whole along each dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert 2 <= param.ndim <= 3, f"{tuple(param.shape)}: no rule for a random parameter of {param.ndim} dimensions"
+    if not isinstance(param, DTensor):
+        return param, (0,) * param.ndim
+    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    local = param.to_local()
+    assert tuple(local.shape) == tuple(shape), f"local shard {tuple(local.shape)} is not {tuple(shape)}"
+    return local, offset

@@ -1,0 +1,57 @@
+"""Optimizer and learning-rate schedule through torchtitan's containers."""
+
+from torch import nn
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    ParamGroupConfig,
+    register_moe_load_balancing_hook,
+)
+from torchtitan.distributed import ParallelDims
+
+from titan_moe.config import Config
+
+# Norm gains and biases. The router bias is a buffer, moved by the balancing hook alone.
+NO_WEIGHT_DECAY = r"norm\.weight$|\.bias$"
+
+
+def build_optimizers(config: Config, model: nn.Module, parallel_dims: ParallelDims) -> OptimizersContainer:
+    """Two parameter groups, without and with weight decay, and the hook that moves the router biases before each
+    step."""
+    o = config.optimizer
+    shared = {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.eps}
+    groups = [
+        ParamGroupConfig(pattern=pattern, optimizer_name=o.name, optimizer_kwargs={**shared, "weight_decay": decay})
+        for pattern, decay in ((NO_WEIGHT_DECAY, 0.0), (".", o.weight_decay))
+    ]
+    optimizers = OptimizersContainer.Config(param_groups=groups, implementation=o.implementation).build(
+        model_parts=[model]
+    )
+    register_moe_load_balancing_hook(optimizers, [model], parallel_dims)
+    return optimizers
+
+
+def build_lr_schedulers(config: Config, optimizers: OptimizersContainer) -> LRSchedulersContainer:
+    """Linear warm-up, a constant stretch if `decay_ratio` leaves one, decay."""
+    s = config.lr_scheduler
+    return LRSchedulersContainer.Config(
+        warmup_steps=s.warmup_steps,
+        total_steps=s.total_steps,
+        decay_ratio=s.decay_ratio,
+        decay_type=s.decay_type,
+        min_lr_factor=s.min_lr_factor,
+    ).build(optimizers=optimizers, training_steps=config.training.steps)
+
+
+def apply_hyperparameters(
+    config: Config, optimizers: OptimizersContainer, lr_schedulers: LRSchedulersContainer
+) -> None:
+    """After loading a checkpoint: the configuration decides, not the values that were saved with the optimizer state,
+    so that a run can be extended or continued with another schedule, and its first step already has the right rate."""
+    o = config.optimizer
+    for optimizer, scheduler in zip(optimizers, lr_schedulers, strict=True):
+        for group, lr, base_lr in zip(optimizer.param_groups, scheduler.get_last_lr(), scheduler.base_lrs, strict=True):
+            decayed = group["weight_decay"] != 0.0
+            group.update(lr=lr, initial_lr=base_lr, betas=(o.beta1, o.beta2), eps=o.eps)
+            if decayed:
+                group["weight_decay"] = o.weight_decay

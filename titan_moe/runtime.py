@@ -1,0 +1,178 @@
+"""Device, process group, meshes and seeds: the one place that knows a CPU from a GPU.
+
+torchtitan 0.3.0 trains on a CPU with gloo once four things are put right; each has its function here and its reason:
+
+1. `use_available_device`: without an accelerator torchtitan falls back to "cuda" for its module-level `device_type`.
+2. `prepare_for_backend`: FSDP2 scales gradients by a premultiplied sum, which gloo does not have.
+3. `set_timeouts`: torchtitan's own passes device ids to the barrier, which gloo refuses.
+4. `DeviceMemory`: torchtitan's memory monitor asks the device for a name and statistics that a CPU does not have.
+
+Attention on a CPU is in `model.py` (DenseAttention), the all-to-all that gloo can do in `moe/dispatch.py`.
+
+Import this module before any other part of torchtitan: the first function runs at import.
+"""
+
+import os
+import resource
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def use_available_device() -> str:
+    """Make torchtitan, which reads the device type once at import, see the CPU when there is no accelerator."""
+    accelerator = torch._utils._get_available_device_type()
+    if accelerator is None:
+        torch._utils._get_available_device_type = lambda: "cpu"
+        # The router asks autocast for fp32 around its gate, which a CPU cannot do; our gate casts by itself (model.py).
+        warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
+        # DTensor's own random numbers repeat on every rank of a CPU mesh; nothing here draws from them
+        # (model.init_weights).
+        warnings.filterwarnings(
+            "ignore", message="DTensor (random operators|manual_seed\\(\\)) may not have complete support"
+        )
+    return accelerator or "cpu"
+
+
+DEVICE_TYPE = use_available_device()
+
+from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed import utils as dist_utils  # noqa: E402
+from torchtitan.tools import utils as titan_utils  # noqa: E402
+
+from titan_moe.config import Config  # noqa: E402
+from titan_moe.run_folder import new_run_id  # noqa: E402
+
+
+def default_environment(argv: list[str]) -> None:
+    """What torchrun and run_train.sh would have set, for a plain `python train.py` in a debugger: one process."""
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if not os.environ.get("RUN_ID"):
+        torchrun_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        os.environ["RUN_ID"] = new_run_id(argv[0] if argv else "run") if torchrun_id == "none" else torchrun_id
+
+
+def init_process_group(config: Config, run_folder: Path) -> torch.device:
+    """Join the process group that torchrun describes in the environment; returns this rank's device."""
+    device = torch.device("cpu") if DEVICE_TYPE == "cpu" else titan_utils.get_local_device()
+    titan_utils.device_module.set_device(device)
+    comm = CommConfig(
+        init_timeout_seconds=config.comm.init_timeout_seconds,
+        train_timeout_seconds=config.comm.train_timeout_seconds,
+        trace_buf_size=config.comm.trace_buf_size if DEVICE_TYPE == "cuda" else 0,  # the flight recorder is NCCL's
+    )
+    os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's value; torchtitan warns before setting its own
+    dist_utils.init_distributed(comm, base_folder=str(run_folder))
+    return device
+
+
+def build_meshes(config: Config) -> ParallelDims:
+    """torchtitan's meshes for the configured degrees: a dense one (FSDP, HSDP) and a sparse one (experts)."""
+    p = config.parallelism
+    parallel_dims = ParallelDims.from_config(
+        ParallelismConfig(
+            data_parallel_replicate_degree=p.data_parallel_replicate_degree,
+            data_parallel_shard_degree=p.data_parallel_shard_degree,
+            fsdp_reshard_after_forward=p.fsdp_reshard_after_forward,
+            expert_parallel_degree=p.expert_parallel_degree,
+        ),
+        dist.get_world_size(),
+    )
+    parallel_dims.build_mesh()
+    dist_utils.set_spmd_backend(parallel_dims.spmd_backend)
+    return parallel_dims
+
+
+def batch_coordinates(parallel_dims: ParallelDims) -> tuple[int, int]:
+    """(rank, degree) of this process along the axis that batches are split over."""
+    if not parallel_dims.dp_enabled:
+        return 0, 1
+    mesh = parallel_dims.get_mesh("batch")
+    return mesh.get_local_rank(), mesh.size()
+
+
+def set_seed(config: Config, parallel_dims: ParallelDims, device: torch.device) -> None:
+    """Seed torch on every rank alike. Initial weights and data order have seeds of their own and do not depend on
+    this."""
+    debug = DebugConfig(seed=config.debug.seed, deterministic=config.debug.deterministic)
+    dist_utils.set_determinism(parallel_dims, device, debug, distinct_seed_mesh_dims=[])
+
+
+def prepare_for_backend(model: torch.nn.Module) -> None:
+    """Let FSDP2 reduce with a plain sum where the backend has no premultiplied one (gloo)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if dist.get_backend() != "gloo":
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def set_timeouts(parallel_dims: ParallelDims, seconds: int) -> None:
+    """Tighten every group's time limit once the slow first step is over. All ranks wait for each other first: a rank
+    still in the first step must not meet the new limit."""
+    timeout = timedelta(seconds=seconds)
+    if DEVICE_TYPE != "cpu":
+        dist_utils.set_pg_timeouts(timeout, parallel_dims)
+        return
+    dist.barrier()
+    for mesh in parallel_dims.get_all_one_dimensional_meshes().values():
+        dist.set_timeout(timeout, mesh.get_group())
+    dist.set_timeout(timeout, None)
+
+
+class DeviceMemory:
+    """Peak memory of this rank: of the accelerator, or of the process when the CPU computes."""
+
+    def __init__(self) -> None:
+        self.monitor = None
+        self.device_name = "CPU"
+        if DEVICE_TYPE != "cpu":
+            from torchtitan.components.metrics import build_device_memory_monitor
+
+            self.monitor = build_device_memory_monitor()
+            self.device_name = self.monitor.device_name
+
+    def peak(self) -> dict[str, float]:
+        """torchtitan's TensorBoard tags; GiB and percent of what the device (the machine) has. A process's peak is
+        since its start, an accelerator's since the last reset."""
+        if self.monitor is None:
+            gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+            percent = 100 * gib * 2**30 / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+            return {
+                "memory/max_active(GiB)": gib,
+                "memory/max_active(%)": percent,
+                "memory/max_reserved(GiB)": gib,
+                "memory/max_reserved(%)": percent,
+                "memory/num_alloc_retries": 0,
+                "memory/num_ooms": 0,
+            }
+        stats = self.monitor.get_peak_stats()
+        return {
+            "memory/max_active(GiB)": stats.max_active_gib,
+            "memory/max_active(%)": stats.max_active_pct,
+            "memory/max_reserved(GiB)": stats.max_reserved_gib,
+            "memory/max_reserved(%)": stats.max_reserved_pct,
+            "memory/num_alloc_retries": stats.num_alloc_retries,
+            "memory/num_ooms": stats.num_ooms,
+        }
+
+    def reset(self) -> None:
+        if self.monitor is not None:
+            self.monitor.reset_peak_stats()
+
+    def peak_flops(self) -> float | None:
+        """bf16 FLOP/s of the device by its data sheet; None when unknown, so that nobody reads an MFU against a
+        guess."""
+        if DEVICE_TYPE == "cpu":
+            return None
+        flops = titan_utils.get_peak_flops(self.device_name)
+        # torchtitan falls back to an A100's figure for a device that it does not know.
+        return None if flops == 312e12 and "A100" not in self.device_name else flops
