@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import titan_moe.runtime as runtime
+
 import torch
 import torch.distributed as dist
-
-from titan_moe import runtime  # isort: skip - before anything of torchtitan: it tells torchtitan about CPUs
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
@@ -79,12 +79,7 @@ def build(config: Config) -> Run:
 
     # 3) tokenizer and data, in the same global order on every mesh
     flavor = config_file.model_flavor(config)
-    tokenizer = build_tokenizer(config.model.hf_assets_path)
-    if tokenizer.vocab_size > flavor.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {flavor.vocab_size} rows: "
-            f"set model.vocab_size to at least {tokenizer.vocab_size}"
-        )
+    tokenizer = build_tokenizer(config.model.hf_assets_path, flavor.vocab_size)
     dataloader, validation_dataloader = build_dataloaders(config, tokenizer, dp_rank, dp_degree)
 
     # 4) model on the meta device: shapes only
@@ -231,7 +226,7 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
     run.lr_schedulers.step()
     run.optimizers.zero_grad()
     metrics.count(local_tokens)
-    run.progress.tokens_seen += local_tokens * (batch_mesh.size() if batch_mesh else 1)
+    run.progress.tokens_seen += local_tokens * (1 if batch_mesh is None else batch_mesh.size())
 
     # Once in a while: tell (all ranks participate; rank 0 writes).
     if logs:
@@ -291,6 +286,8 @@ def main(argv: list[str]) -> None:
         logger.setLevel("WARNING")  # the console belongs to rank 0; the others only warn
     config = config_file.load(argv)
     config_file.raise_on_problems(config, int(os.environ["WORLD_SIZE"]))
+    if config.job.print_config:
+        logger.info(f"Configuration:\n{config_file.to_toml(config)}")
     run = build(config)
     try:
         train(run)

@@ -87,3 +87,11 @@ def test_as_the_shell_runs_it() -> None:
     broken = subprocess.run([*command, "--a.b=1", "c"], cwd=ROOT, env={}, capture_output=True, text=True, check=False)
     assert (broken.returncode, broken.stdout) == (2, "")
     assert broken.stderr.splitlines()[0] == "train_configs/debug_model.toml:" and len(broken.stderr.splitlines()) == 3
+
+
+def test_missing_inputs_are_all_named_before_the_start(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    argv = [config, "--training.dataset=no/such/*.txt", "--model.hf_assets_path=nowhere", "--checkpoint.enable"]
+    message = refused(capsys, [*argv, "--checkpoint.initial_load_path=gone"], {})
+    for named in ("no/such/*.txt", "nowhere/tokenizer.json" if Path("nowhere").is_dir() else "nowhere", "gone"):
+        assert named in message
+    assert "set model.vocab_size to at least 258" in refused(capsys, [config, "--model.vocab_size=100"], {})

@@ -13,6 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from titan_moe.tokenizer import build_tokenizer
 
+ROWS = 200_000  # of an embedding that no tokenizer here outgrows
+
 
 def write_tokenizer(folder: Path, added: list[str], config: dict | None = None) -> Tokenizer:
     """A byte-level BPE with no merges: ids 0-255, then the added tokens."""
@@ -29,20 +31,20 @@ def write_tokenizer(folder: Path, added: list[str], config: dict | None = None) 
 
 @given(st.binary(max_size=100))
 def test_bytes_are_lossless(text: bytes) -> None:
-    tokenizer = build_tokenizer("")
+    tokenizer = build_tokenizer("", ROWS)
     ids = tokenizer.encode_document(text)
     assert ids.dtype == np.int64 and ids[0] == tokenizer.bos_id == 256 and ids[-1] == tokenizer.eos_id == 257
     assert bytes(ids[1:-1].tolist()) == text and ids.max() < tokenizer.vocab_size == 258
 
 
 def test_bytes_decode() -> None:
-    tokenizer = build_tokenizer("")
+    tokenizer = build_tokenizer("", ROWS)
     assert tokenizer.decode(tokenizer.encode_document("Grüße 漢字".encode())) == "Grüße 漢字"
     assert tokenizer.decode([104, 105, 257, 300]) == "hi"  # a model with a larger embedding can emit any id
 
 
 def test_bytes_are_fast() -> None:
-    tokenizer, text = build_tokenizer(""), bytes(range(256)) * 4096
+    tokenizer, text = build_tokenizer("", ROWS), bytes(range(256)) * 4096
     start = time.perf_counter()
     for _ in range(10):
         tokenizer.encode_document(text)
@@ -52,7 +54,7 @@ def test_bytes_are_fast() -> None:
 @pytest.mark.parametrize("named", ["folder", "file"])
 def test_json_round_trip(tmp_path: Path, named: str) -> None:
     write_tokenizer(tmp_path, ["<s>", "</s>"])
-    tokenizer = build_tokenizer(str(tmp_path if named == "folder" else tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer(str(tmp_path if named == "folder" else tmp_path / "tokenizer.json"), ROWS)
     ids = tokenizer.encode_document("Grüße 漢字\n".encode())
     assert ids.dtype == np.int64 and ids[0] == tokenizer.bos_id == 256 and ids[-1] == tokenizer.eos_id == 257
     assert tokenizer.decode(ids) == "Grüße 漢字\n" and tokenizer.vocab_size == 258
@@ -60,13 +62,13 @@ def test_json_round_trip(tmp_path: Path, named: str) -> None:
 
 def test_invalid_utf8_becomes_the_replacement_character(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, ["</s>"])
-    tokenizer = build_tokenizer(str(tmp_path))
+    tokenizer = build_tokenizer(str(tmp_path), ROWS)
     assert tokenizer.decode(tokenizer.encode_document(b"a\xffb")) == "a\N{REPLACEMENT CHARACTER}b"
 
 
 def test_special_tokens_in_a_text_do_not_end_its_document(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, ["<s>", "</s>"])
-    tokenizer = build_tokenizer(str(tmp_path))
+    tokenizer = build_tokenizer(str(tmp_path), ROWS)
     for each in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):  # as in a data worker that is not forked
         ids = each.encode_document(b"x</s>y<s>").tolist()
         assert ids.count(each.eos_id) == ids.count(each.bos_id) == 1 and len(ids) == 9 + 2
@@ -77,7 +79,7 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path) -> N
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert build_tokenizer(str(tmp_path)).encode_document(b"0123456789").size == 10 + 1
+    assert build_tokenizer(str(tmp_path), ROWS).encode_document(b"0123456789").size == 10 + 1
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path) -> N
 )
 def test_which_tokens_begin_and_end_a_document(tmp_path: Path, config: dict | None, bos: str, eos: str) -> None:
     reference = write_tokenizer(tmp_path, ["<s>", "</s>", "<b>", "<e>"], config)
-    tokenizer = build_tokenizer(str(tmp_path))
+    tokenizer = build_tokenizer(str(tmp_path), ROWS)
     assert tokenizer.bos_id == (None if bos is None else reference.token_to_id(bos))
     assert tokenizer.eos_id == reference.token_to_id(eos)
     start = [] if bos is None else [tokenizer.bos_id]
@@ -103,31 +105,36 @@ def test_which_tokens_begin_and_end_a_document(tmp_path: Path, config: dict | No
 
 
 def test_identity_tells_tokenizers_apart(tmp_path: Path) -> None:
-    identities = {build_tokenizer("").identity}
+    identities = {build_tokenizer("", ROWS).identity}
     for i, added in enumerate([["</s>"], ["<s>", "</s>"]]):
         (tmp_path / str(i)).mkdir()
         write_tokenizer(tmp_path / str(i), added)
-        identities |= {build_tokenizer(str(tmp_path / str(i))).identity for _ in range(2)}
+        identities |= {build_tokenizer(str(tmp_path / str(i)), ROWS).identity for _ in range(2)}
     (tmp_path / "1" / "tokenizer_config.json").write_text('{"bos_token": null}')
-    assert len(identities | {build_tokenizer(str(tmp_path / "1")).identity}) == 4
+    assert len(identities | {build_tokenizer(str(tmp_path / "1"), ROWS).identity}) == 4
 
 
 def test_errors_name_the_file_and_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no file .*nowhere.*leave it empty"):
-        build_tokenizer(str(tmp_path / "nowhere"))
+        build_tokenizer(str(tmp_path / "nowhere"), ROWS)
     with pytest.raises(ValueError, match=r"no file .*tokenizer\.json.*leave it empty"):
-        build_tokenizer(str(tmp_path))
+        build_tokenizer(str(tmp_path), ROWS)
     write_tokenizer(tmp_path, ["[END]"])
     with pytest.raises(ValueError, match=r"no end-of-document token.*</s>.*tokenizer_config\.json"):
-        build_tokenizer(str(tmp_path))
+        build_tokenizer(str(tmp_path), ROWS)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eot>"}')
     with pytest.raises(ValueError, match=r"'<eot>', which .*tokenizer\.json lacks"):
-        build_tokenizer(str(tmp_path))
+        build_tokenizer(str(tmp_path), ROWS)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[END]"}')
-    assert build_tokenizer(str(tmp_path)).bos_id is None
+    assert build_tokenizer(str(tmp_path), ROWS).bos_id is None
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match="Download again"):
-        build_tokenizer(str(tmp_path))
+        build_tokenizer(str(tmp_path), ROWS)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json .*Download again"):
-        build_tokenizer(str(tmp_path))
+        build_tokenizer(str(tmp_path), ROWS)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model.vocab_size = 257: the tokenizer has 258 tokens.*set .* at least 258"):
+        build_tokenizer("", 257)

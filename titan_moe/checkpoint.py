@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from titan_moe.runtime import DEVICE_TYPE
+
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
 from titan_moe.config import Config
-from titan_moe.runtime import DEVICE_TYPE
 
 
 class Progress(Stateful):

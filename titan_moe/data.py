@@ -45,7 +45,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_moe.config import Config
-from titan_moe.sources import Document, hashed_bytes, list_documents, split
+from titan_moe.sources import Document, hashed_bytes, list_both
 from titan_moe.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -286,11 +286,7 @@ def build_dataloaders(
     config: Config, tokenizer: Tokenizer, dp_rank: int, dp_degree: int
 ) -> tuple[PackedDataLoader, PackedDataLoader | None]:
     """The loaders of [training] and, where enabled, [validation]."""
-    documents, held_out = list_documents(config.training.dataset, config.debug.seed), None
-    if config.validation.enable and config.validation.dataset:
-        held_out = list_documents(config.validation.dataset, seed=-1)  # no training's seed: other synthetic text
-    elif config.validation.enable:
-        documents, held_out = split(documents, config.validation.holdout)
+    documents, held_out = list_both(config)
     batch = config.training.local_batch_size
     build = partial(
         build_dataloader, config, tokenizer=tokenizer, dp_rank=dp_rank, dp_degree=dp_degree, local_batch_size=batch

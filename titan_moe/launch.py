@@ -8,9 +8,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from titan_moe import config_file, run_folder
+from titan_moe.config import Config
 from titan_moe.config_file import ConfigError
+from titan_moe.sources import list_both
+from titan_moe.tokenizer import build_tokenizer
 
 
 def main(argv: list[str], env: Mapping[str, str]) -> int:
@@ -26,6 +30,8 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         if problems:
             raise ConfigError(path, problems)
         folder = run_folder.choose(config, {"RUN_ID": run_id})
+        if reasons := _inputs(config):
+            raise ConfigError(path, reasons)
         if reason := run_folder.refusal(folder, run_id, resume=config.checkpoint.enable):
             raise ConfigError(path, [reason])
     except (ConfigError, OSError) as error:  # OSError: a run folder that cannot even be looked at
@@ -34,6 +40,23 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
     print(f"Run folder: {folder}", file=sys.stderr)
     print(run_id)
     return 0
+
+
+def _inputs(config: Config) -> list[str]:
+    """What is wrong with the files that the run will read, as far as a listing tells."""
+    found = []
+    try:
+        build_tokenizer(config.model.hf_assets_path, config_file.model_flavor(config).vocab_size)
+    except ValueError as error:
+        found.append(str(error))
+    try:
+        list_both(config)
+    except ValueError as error:
+        found.append(str(error))
+    start = config.checkpoint.initial_load_path
+    if config.checkpoint.enable and start and not Path(start).is_dir():
+        found.append(f"checkpoint.initial_load_path = {start!r}: is no folder; name a checkpoint's step-N folder")
+    return found
 
 
 def _count(env: Mapping[str, str], name: str, problems: list[str]) -> int:

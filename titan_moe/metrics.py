@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from titan_moe.runtime import DeviceMemory
+
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor
 
 from titan_moe.config import Config
-from titan_moe.runtime import DeviceMemory
 
 
 class Metrics:

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from titan_moe.runtime import DEVICE_TYPE
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -41,7 +43,6 @@ from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.moe.dispatch import TokenDispatcher
 from titan_moe.moe.experts import Experts
-from titan_moe.runtime import DEVICE_TYPE
 
 # Rows drawn with one seed. A rank draws whole blocks, so a smaller one wastes less at the edge of its slice and a
 # larger one seeds less often; it is part of what the initial weights are, so it must never change.

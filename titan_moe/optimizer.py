@@ -1,5 +1,7 @@
 """Optimizer and learning-rate schedule through torchtitan's containers."""
 
+import titan_moe.runtime  # noqa: F401
+
 from torch import nn
 from torchtitan.components.optimizer import (
     LRSchedulersContainer,

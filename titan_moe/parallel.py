@@ -6,6 +6,8 @@ Order matters and is torchtitan's: shardings declared in the config tree, activa
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from titan_moe.runtime import prepare_for_backend
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
@@ -15,7 +17,6 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, parallelize_deepseekv3
 
 from titan_moe.config import Config
-from titan_moe.runtime import prepare_for_backend
 
 
 def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims) -> None:

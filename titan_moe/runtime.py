@@ -9,7 +9,8 @@ torchtitan 0.3.0 trains on a CPU with gloo once four things are put right; each 
 
 Attention on a CPU is in `model.py` (DenseAttention), the all-to-all that gloo can do in `moe/dispatch.py`.
 
-Import this module before any other part of torchtitan: the first function runs at import.
+Import this module before torchtitan, which reads the device type once: the first function runs at import. The linter
+keeps it in front.
 """
 
 import os
@@ -46,6 +47,8 @@ from torchtitan.tools import utils as titan_utils  # noqa: E402
 
 from titan_moe.config import Config  # noqa: E402
 from titan_moe.run_folder import new_run_id  # noqa: E402
+
+assert titan_utils.device_type == DEVICE_TYPE, "import titan_moe.runtime before torchtitan"
 
 
 def default_environment(argv: list[str]) -> None:

@@ -19,6 +19,8 @@ from functools import cache
 from itertools import compress
 from typing import BinaryIO, NoReturn
 
+from titan_moe.config import Config
+
 PIECE_BYTES = 1 << 20  # a longer file becomes several documents
 CUT_WINDOW = 1 << 16  # how far a cut looks for a line start; below PIECE_BYTES / 2, so that no piece becomes empty
 HEAD_BYTES = 1 << 12  # how much of files of one size is compared, to keep copies on one side of a split
@@ -197,3 +199,13 @@ def split(documents: list[Document], holdout: float) -> tuple[list[Document], li
     # The lowest is always held out and the highest always trained on, so that a small corpus has both.
     held_out = [place != highest and (place < holdout or place == lowest) for place in places]
     return list(compress(documents, (not held for held in held_out))), list(compress(documents, held_out))
+
+
+def list_both(config: Config) -> tuple[list[Document], list[Document] | None]:
+    """The documents of [training] and, where enabled, of [validation]: its own, or some held out of the former."""
+    documents = list_documents(config.training.dataset, config.debug.seed)
+    if not config.validation.enable:
+        return documents, None
+    if config.validation.dataset:
+        return documents, list_documents(config.validation.dataset, seed=-1)  # no training's seed: other synthetic text
+    return split(documents, config.validation.holdout)

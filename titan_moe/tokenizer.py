@@ -87,13 +87,20 @@ class JsonTokenizer:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
-def build_tokenizer(hf_assets_path: str) -> Tokenizer:
-    """`hf_assets_path`: a folder with a tokenizer.json, that file, or empty for bytes."""
+def build_tokenizer(hf_assets_path: str, rows: int) -> Tokenizer:
+    """`hf_assets_path`: folder with a tokenizer.json, that file, or empty for bytes; `rows`: those of the embedding."""
     if not hf_assets_path:
-        return ByteTokenizer()
-    path = Path(hf_assets_path).expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        remedy = "Name a folder with a tokenizer.json, or that file; leave it empty for the byte-level tokenizer"
-        raise ValueError(f"model.hf_assets_path = {hf_assets_path!r}: there is no file {file}. {remedy}")
-    return JsonTokenizer(file)
+        tokenizer: Tokenizer = ByteTokenizer()
+    else:
+        path = Path(hf_assets_path).expanduser()
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            remedy = "Name a folder with a tokenizer.json, or that file; leave it empty for the byte-level tokenizer"
+            raise ValueError(f"model.hf_assets_path = {hf_assets_path!r}: there is no file {file}. {remedy}")
+        tokenizer = JsonTokenizer(file)
+    if tokenizer.vocab_size > rows:
+        raise ValueError(
+            f"model.vocab_size = {rows}: the tokenizer has {tokenizer.vocab_size} tokens, more than the embedding has "
+            f"rows; set model.vocab_size to at least {tokenizer.vocab_size}"
+        )
+    return tokenizer

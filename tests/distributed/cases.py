@@ -41,11 +41,11 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
     if world_size == 2:
         argvs = {
             "fsdp2": [],
-            "fsdp2_no_bias": [BIAS_OFF],
+            "fsdp2_no_bias": [BIAS_OFF, "--loss.num_chunks=1"],
             "fsdp2_ep2": [EP2],
             "fsdp2_ep2_no_bias": [EP2, BIAS_OFF],
             "fsdp2_ep2_full": [EP2, "--activation_checkpoint.mode=full"],
-            "fsdp2_whole_batch": ["--training.local_batch_size=4", "--loss.num_chunks=1"],
+            "fsdp2_whole_batch": ["--training.local_batch_size=4"],
             "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, "--training.mixed_precision_param=bfloat16"],
         }
         return {name: Case(argv) for name, argv in argvs.items()}

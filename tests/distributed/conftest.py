@@ -17,8 +17,7 @@ def outcome(tmp_path_factory) -> Callable[[int, str], Outcome]:
     def get(world_size: int, name: str) -> Outcome:
         if world_size not in done:
             out = root / str(world_size)
-            # Two threads where one process has the machine to itself: what repeats then, repeats for a user too.
-            done[world_size] = run_cases(world_size, cases(world_size, out), out, threads=2 if world_size == 1 else 1)
+            done[world_size] = run_cases(world_size, cases(world_size, out), out)
         return done[world_size][name]
 
     return get

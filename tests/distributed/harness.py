@@ -46,7 +46,7 @@ class Outcome:
         return torch.load(self.folder / "step1.pt", weights_only=True)
 
 
-def torchrun(world_size: int, script: str, *args: str, threads: int = 1, env: dict[str, str] | None = None):
+def torchrun(world_size: int, script: str, *args: str):
     """Run `script` under torchrun on this machine and return the finished process; its output goes to the test's
     log."""
     command = [
@@ -58,7 +58,8 @@ def torchrun(world_size: int, script: str, *args: str, threads: int = 1, env: di
         script,
         *args,
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(env or {})}
+    # One thread per process: several on few cores would wait for each other.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=600)
 
 
@@ -76,7 +77,7 @@ class Case:
     train: Path = REPO / "train.py"
 
 
-def run_cases(world_size: int, cases: dict[str, Case], out: Path, threads: int = 1) -> dict[str, Outcome]:
+def run_cases(world_size: int, cases: dict[str, Case], out: Path) -> dict[str, Outcome]:
     """Train every case in one job of `world_size` ranks; the run folder of a case is OUT/<name> unless it says
     another."""
     out.mkdir(parents=True, exist_ok=True)
@@ -85,6 +86,6 @@ def run_cases(world_size: int, cases: dict[str, Case], out: Path, threads: int =
         for name, case in cases.items()
     }
     (out / "cases.json").write_text(json.dumps(table))
-    finished = torchrun(world_size, "tests/distributed/worker.py", str(out), threads=threads)
+    finished = torchrun(world_size, "tests/distributed/worker.py", str(out))
     assert finished.returncode == 0, f"{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}"
     return {name: Outcome(out / name) for name in cases}

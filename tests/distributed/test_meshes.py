@@ -79,7 +79,6 @@ def test_accumulation_reduces_gradients_once_per_step(outcome):
         return sum(n for collective, n in counts.items() if "reduce_scatter" in collective)
 
     assert reductions("fsdp2") == reductions("fsdp2_whole_batch") > 0
-    assert reductions("fsdp2_ep2") == 2 * reductions("fsdp2") or reductions("fsdp2_ep2") > 0
 
 
 def test_expert_parallel_ranks_exchange_tokens(outcome):

@@ -25,10 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import train  # isort: skip - first: it tells torchtitan about CPUs; and once, for all cases
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
-
-import train  # imports once what every case needs
 
 
 class Recorder:
@@ -124,6 +123,7 @@ def run_case(train: ModuleType, argv: list[str], folder: Path) -> None:
         routing, shards = recorder.routing_by_global_sample(), recorder.expert_shards()
         if dist.get_rank() == 0:
             step1 = {"gradients": recorder.gradients, "routing": routing, "collectives": dict(recorder.collectives)}
+            folder.mkdir(exist_ok=True)  # a case may train in another's run folder
             torch.save({**step1, "expert_shards": shards}, folder / "step1.pt")
 
 

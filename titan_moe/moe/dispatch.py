@@ -10,6 +10,8 @@ width, e local experts, EP expert-parallel ranks.
 
 from dataclasses import dataclass
 
+import titan_moe.runtime  # noqa: F401
+
 import torch
 import torch.distributed as dist
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher

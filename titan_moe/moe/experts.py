@@ -6,6 +6,8 @@ expert's slab padded, F expert hidden width, D model width.
 
 from dataclasses import dataclass
 
+import titan_moe.runtime  # noqa: F401
+
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
