@@ -31,6 +31,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from titan_moe import config_file, parallel, run_folder
 from titan_moe.checkpoint import Progress, build_checkpointer
+from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.config import Config
 from titan_moe.data import PackedDataLoader, build_dataloaders
 from titan_moe.metrics import Metrics
@@ -111,10 +112,12 @@ def build(config: Config) -> Run:
         dataloader=dataloader,
         progress=progress,
     )
-    if checkpointer.load(config.checkpoint.load_step):
+    if load_checkpoint(checkpointer, config.checkpoint.load_step):
         apply_hyperparameters(config, optimizers, lr_schedulers)
 
-    # 9) metrics
+    # 9) metrics; the configuration is saved only now, so that one which cannot resume this run replaces nothing
+    if dist.get_rank() == 0:
+        (folder / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
     metrics = Metrics(config, folder, attempt, flops_per_token, writes=dist.get_rank() == 0)
 
     t = config.training
@@ -146,14 +149,12 @@ def build(config: Config) -> Run:
 
 
 def claim_run_folder(config: Config, folder: Path) -> int:
-    """Rank 0 takes the run folder and saves the resolved configuration in it; every rank gets the attempt's number, or
-    the refusal."""
+    """Rank 0 takes the run folder; every rank gets the attempt's number, or the refusal."""
     outcome: list[int | ValueError | None] = [None]
     if dist.get_rank() == 0:
         try:
             record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
             outcome[0] = run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
-            (folder / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
         except ValueError as refusal:
             outcome[0] = refusal
     dist.broadcast_object_list(outcome, src=0)

@@ -6,6 +6,7 @@ from typing import Any
 from titan_moe.runtime import DEVICE_TYPE
 
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
@@ -66,3 +67,19 @@ def build_checkpointer(
         sd_adapter=None,
         base_folder=str(run_folder),
     )
+
+
+def load(checkpointer: CheckpointManager, step: int) -> bool:
+    """Resume from `step` of the run folder (-1: the newest) or start from initial_load_path; False if there is neither.
+
+    Raises ValueError when the checkpoint was made by a configuration that this one cannot continue.
+    """
+    try:
+        return checkpointer.load(step)
+    except (RuntimeError, CheckpointException) as error:
+        if "Missing key" not in str(error) and "mismatch" not in str(error):
+            raise
+        raise ValueError(
+            "The checkpoint is of another model, or its data was dealt to fewer shards: put [model] and "
+            "training.dataloader.num_shards back as config.toml in the run folder has them, or start a new run"
+        ) from error

@@ -1,0 +1,128 @@
+"""metrics.jsonl survives kills and restarts, and the console line keeps torchtitan's format."""
+
+import json
+import logging
+import re
+
+import pytest
+
+from titan_moe import metrics as metrics_module
+from titan_moe.config import Config
+from titan_moe.metrics import Metrics, read_metrics
+
+# torchtitan's own pattern for the losses in a log (scripts/loss_compare.py of 0.2.2).
+TORCHTITAN_PATTERN = re.compile(r"step:\s*(\d+)\s*loss:\s*(\d+\.\d+)")
+
+
+class Clock:
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(metrics_module, "time", clock)
+    return clock
+
+
+def make(folder, attempt=1, flops_per_token=10**9, tensorboard=False) -> Metrics:
+    config = Config()
+    config.training.steps = 50
+    config.metrics.enable_tensorboard = tensorboard
+    config.metrics.disable_color_printing = True
+    return Metrics(config, folder, attempt, flops_per_token, writes=True)
+
+
+def log(metrics: Metrics, step: int, loss: float = 2.5, **more) -> None:
+    metrics.log(step, loss=loss, max_loss=3.0, grad_norm=1.0, lr=1e-3, tokens_seen=step * 100, **more)
+
+
+def test_rates_count_training_time_only(tmp_path, clock):
+    """8 steps of 100 tokens in 4 s of training, beside 6 s of validation: 200 tokens/s, whichever step it is."""
+    metrics = make(tmp_path)
+    for _ in range(8):
+        metrics.count(100)
+    clock.now += 4
+    with metrics.outside_training():
+        clock.now += 6
+    log(metrics, 13)
+    record = read_metrics(tmp_path)[13]
+    assert record["tps"] == 200 and record["step_s"] == 0.5 and record["tflops"] == 0.2 and record["time_s"] == 10
+    metrics.count(100)
+    with metrics.waiting_for_data():
+        clock.now += 1
+    clock.now += 1
+    log(metrics, 14)
+    assert read_metrics(tmp_path)[14]["data_percent"] == 50
+
+
+def test_the_console_line_is_torchtitans_up_to_mfu(tmp_path, clock, caplog):
+    metrics = make(tmp_path)
+    metrics.count(1234)
+    clock.now += 1
+    with caplog.at_level(logging.INFO):
+        log(metrics, 7, loss=4.123456789, validation_loss=4.5)
+    line, validation = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(
+        r"step:  7  loss:  4\.12346  grad_norm:  1\.0000  memory: +\d+\.\d\dGiB\(\d+\.\d\d%\)  tps: 1,234  "
+        r"tflops: 1\.23  mfu: n/a  lr: 1\.00e-03  data: 0\.0%   14\.0%  eta: 0m43s",
+        line,
+    )
+    assert TORCHTITAN_PATTERN.findall(line) == [("7", "4.12346")]
+    assert validation == "validate step:  7  loss:  4.5000"
+
+
+def test_a_later_attempt_wins_and_half_a_line_costs_only_itself(tmp_path, clock):
+    first = make(tmp_path)
+    for step in (1, 2, 3):
+        first.count(1)
+        clock.now += 1
+        log(first, step)
+    first.close()
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes()[:-20])  # killed while writing step 3
+    assert list(read_metrics(tmp_path)) == [1, 2]
+    second = make(tmp_path, attempt=2)
+    second.count(1)
+    clock.now += 1
+    log(second, 2, loss=9.0)
+    assert {step: record["attempt"] for step, record in read_metrics(tmp_path).items()} == {1: 1, 2: 2}
+    assert read_metrics(tmp_path)[2]["loss"] == 9.0
+    assert len(file.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, clock, loss):
+    metrics = make(tmp_path)
+    metrics.count(1)
+    clock.now += 1
+    with pytest.raises(RuntimeError, match=r"step 5: loss (nan|inf).*not finite"):
+        log(metrics, 5, loss=loss)
+    assert read_metrics(tmp_path) == {}
+
+
+def test_further_quantities_reach_both_files(tmp_path, clock):
+    metrics = make(tmp_path, tensorboard=True)
+    metrics.count(10)
+    clock.now += 1
+    log(metrics, 1, embedding_norm=2.0)
+    metrics.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert tags >= {
+        "loss_metrics/global_avg_loss",
+        "loss_metrics/global_max_loss",
+        "grad_norm",
+        "throughput(tps)",
+        "tflops",
+    }
+    assert tags >= {"time_metrics/end_to_end(s)", "time_metrics/data_loading(s)", "time_metrics/data_loading(%)"}
+    assert tags >= {"memory/max_active(GiB)", "memory/max_reserved(%)", "memory/num_ooms", "embedding_norm", "tflops"}
+    assert "mfu(%)" not in tags, "unknown hardware has no MFU"
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["embedding_norm"] == 2.0

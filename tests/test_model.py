@@ -1,0 +1,149 @@
+"""Our nodes in torchtitan's tree, weights drawn by whole parameters, and what is built from the model."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from titan_moe.config import Config
+from titan_moe.config_check import model_flavor
+from titan_moe.flavors import FLAVORS
+from titan_moe.model import DenseAttention, RouterGate, _init_slice, attention_masks, build_model, init_weights
+from titan_moe.optimizer import NO_WEIGHT_DECAY, apply_hyperparameters, build_lr_schedulers, build_optimizers
+from titan_moe.parallel import total_and_active_parameters
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    config = Config()
+    config.model.dim, config.model.n_layers, config.training.seq_len = 32, 2, 16
+    return config
+
+
+@pytest.fixture(scope="module")
+def model(config):
+    model = build_model(config).to_empty(device="cpu")
+    init_weights(model, seed=0)
+    return model
+
+
+def test_dense_attention_equals_attention_inside_each_document():
+    """In float64, value heads narrower than query heads: each packed document by itself gives the same."""
+    torch.manual_seed(0)
+    lengths, heads, scale = [5, 1, 7], 2, 0.3
+    q, k, v = (torch.randn(1, sum(lengths), heads, width, dtype=torch.float64) for width in (6, 6, 4))
+    positions_BL = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    masks = attention_masks(None, positions_BL)
+    out_BLNH = DenseAttention.Config().build()(q, k, v, attention_masks=masks, scale=scale)
+    start = 0
+    for length in lengths:
+        own = slice(start, start + length)
+        scores = torch.einsum("blnh,bmnh->bnlm", q[:, own], k[:, own]) * scale
+        scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -math.inf)
+        expected = torch.einsum("bnlm,bmnh->blnh", scores.softmax(-1), v[:, own])
+        torch.testing.assert_close(out_BLNH[:, own], expected)
+        start += length
+
+
+def test_router_logits_are_fp32_from_bf16_inputs():
+    gate = RouterGate.Config(in_features=8, out_features=4).build().to(torch.bfloat16)
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    logits = gate(x)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, F.linear(x.float(), gate.weight.float()))
+
+
+def test_a_slice_of_a_parameter_is_drawn_as_in_the_whole(monkeypatch):
+    """Any cut along rows, columns or experts, with blocks that the cut does not respect."""
+    from titan_moe import model as module
+
+    monkeypatch.setattr(module, "INIT_BLOCK_ELEMENTS", 24)
+    draw = {"initializer": torch.nn.init.trunc_normal_, "seed": 3, "name": "layers.1.w"}
+    whole = torch.empty(3, 11, 7)
+    _init_slice(whole, **draw)
+    for experts, rows, columns in [((0, 3), (4, 9), (0, 7)), ((1, 3), (0, 11), (2, 5)), ((2, 3), (10, 11), (6, 7))]:
+        cut = tuple(slice(*bounds) for bounds in (experts, rows, columns))
+        part = torch.empty_like(whole[cut]).contiguous()
+        monkeypatch.setattr(module, "_local_slice", lambda p, part=part, cut=cut: (part, tuple(c.start for c in cut)))
+        _init_slice(whole, **draw)
+        assert torch.equal(part, whole[cut])
+    assert len({expert.sum().item() for expert in whole}) == 3
+    assert 0.8 < whole.std() < 1.1
+
+
+def test_initial_weights_follow_the_seed_and_torchtitans_recipe(config, model):
+    again, other = (build_model(config).to_empty(device="cpu") for _ in range(2))
+    init_weights(again, seed=0)
+    init_weights(other, seed=1)
+    for (name, p), q, r in zip(model.named_parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        assert torch.equal(p, r) == ("norm" in name), name
+    assert model.tok_embeddings.weight.std().item() == pytest.approx(1, rel=0.05)
+    assert model.layers["0"].attention.wq_a.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.layers["1"].moe.expert_bias_E.abs().sum() == 0
+
+
+@pytest.mark.parametrize(("name", "total", "active"), [("16B", 15.7e9, 2.7e9), ("671B", 671e9, 37.5e9)])
+def test_parameter_counts_are_the_published_ones(name, total, active):
+    config = Config()
+    config.model.flavor = name
+    flavor = model_flavor(config)
+    assert flavor == FLAVORS[name]
+    counts = total_and_active_parameters(build_model(config), flavor.top_k, flavor.num_experts)
+    assert counts[0] == pytest.approx(total, rel=5e-3)
+    assert counts[1] == pytest.approx(active, rel=0.04)
+
+
+def test_norms_and_biases_have_no_weight_decay(config, model):
+    optimizers = build_optimizers(config, model, parallel_dims=None)
+    (optimizer,) = optimizers
+    plain, decayed = optimizer.param_groups
+    assert plain["weight_decay"] == 0 and decayed["weight_decay"] == 0.1
+    assert all(name.endswith("norm.weight") for name in plain["param_names"])
+    assert not [name for name in decayed["param_names"] if "norm" in name or "bias" in name]
+    assert len(plain["params"]) + len(decayed["params"]) == len(list(model.parameters()))
+    assert NO_WEIGHT_DECAY.count("|") == 1
+
+
+def rates(config: Config, model, steps: int) -> list[float]:
+    config.training.steps = steps
+    optimizers = build_optimizers(config, model, parallel_dims=None)
+    schedulers = build_lr_schedulers(config, optimizers)
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizers.optimizers[0].param_groups[0]["lr"] / config.optimizer.lr)
+        optimizers.optimizers[0].step()  # without gradients: moves nothing
+        schedulers.step()
+    return seen
+
+
+def test_schedules(model):
+    config = Config()
+    config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio = 4, 0.5
+    config.lr_scheduler.min_lr_factor = 0.1
+    stable = rates(config, model, 20)
+    assert stable[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert stable[4:11] == pytest.approx([1.0] * 7)
+    assert stable[-1] == pytest.approx(0.1 + 0.9 * 0.1) and stable[10:] == sorted(stable[10:], reverse=True)
+    config.lr_scheduler.decay_ratio, config.lr_scheduler.decay_type = None, "cosine"
+    cosine = rates(config, model, 20)
+    assert cosine[11] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 7 / 16)))
+
+
+def test_a_resumed_run_follows_its_configuration(config, model):
+    """Not the rates saved with the optimizer: the first step after a resume already has the new schedule's."""
+    config.optimizer.lr = 1e-3
+    optimizers = build_optimizers(config, model, parallel_dims=None)
+    schedulers = build_lr_schedulers(config, optimizers)
+    saved_optimizer, saved_schedule = optimizers.state_dict(), {"last_epoch": 300}
+    config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.beta2 = 5e-4, 0.3, 0.99
+    resumed = build_optimizers(config, model, parallel_dims=None)
+    schedulers = build_lr_schedulers(config, resumed)
+    resumed.load_state_dict(saved_optimizer)
+    schedulers.load_state_dict(saved_schedule)
+    apply_hyperparameters(config, resumed, schedulers)
+    plain, decayed = resumed.optimizers[0].param_groups
+    expected = schedulers.schedulers[0].get_last_lr()[0]
+    assert plain["lr"] == decayed["lr"] == expected and 4e-4 < expected <= 5e-4
+    assert (plain["weight_decay"], decayed["weight_decay"], decayed["betas"]) == (0, 0.3, (0.9, 0.99))
