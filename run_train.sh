@@ -45,6 +45,10 @@ if [[ $# -gt 0 && $1 != -* ]]; then
 else
     config=${CONFIG_FILE:-}
 fi
+if [[ -z $config && " $*" == *" --job.config_file"* ]]; then # as torchtitan users write it
+    config=$1
+    shift
+fi
 [[ -n $config ]] || die "$(usage)"
 
 gpus=$(visible_gpus)

@@ -19,6 +19,7 @@ import titan_moe.runtime as runtime
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
@@ -112,7 +113,9 @@ def build(config: Config) -> Run:
         dataloader=dataloader,
         progress=progress,
     )
-    if load_checkpoint(checkpointer, config.checkpoint.load_step):
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    load_step = -1 if restarted else config.checkpoint.load_step  # a restart goes on where the first start had come to
+    if not config.checkpoint.create_seed_checkpoint and load_checkpoint(checkpointer, load_step):
         apply_hyperparameters(config, optimizers, lr_schedulers)
 
     # 9) metrics; the configuration is saved only now, so that one which cannot resume this run replaces nothing
@@ -186,7 +189,9 @@ def train(run: Run) -> None:
         gc.run(step)
 
         validates = run.validation_dataloader is not None and (last or step % config.validation.freq == 0)
-        logs = validates or last or step == first_step or step % config.metrics.log_freq == 0
+        saves = config.checkpoint.enable and step % config.checkpoint.interval == 0
+        # Logging reads the loss, and stops the run if that is not finite: before such a step could be saved.
+        logs = validates or saves or last or step == first_step or step % config.metrics.log_freq == 0
 
         train_step(run, batches, validates=validates, logs=logs)
 
@@ -204,17 +209,17 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
 
     # Data of the whole step, so that every microbatch's loss is divided by the same number of tokens.
     with metrics.waiting_for_data():
-        microbatches = [next(batches) for _ in range(run.accumulation_steps)]
-    local_tokens = sum(labels.numel() for _, labels in microbatches)
-    local_valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in microbatches]).sum().to(run.device)
+        microbatches = [to_device(next(batches), run.device) for _ in range(run.accumulation_steps)]
+    local_tokens = sum(labels_BL.numel() for _, labels_BL in microbatches)
+    local_valid = torch.stack([(labels_BL != IGNORE_INDEX).sum() for _, labels_BL in microbatches]).sum()
     batch_mesh = parallel_dims.get_optional_mesh("batch")
     global_valid = dist_utils.dist_sum_tensor(local_valid, batch_mesh)
 
     # Forward and backward; only the last microbatch's backward reduces gradients over ranks.
     loss_sum = torch.zeros((), device=run.device)  # this rank's share of the global mean
-    for i, (inputs, labels) in enumerate(microbatches, start=1):
+    for i, (inputs, labels_BL) in enumerate(microbatches, start=1):
         with run.spmd_context(), parallel.gradient_sync(run.model, enabled=i == run.accumulation_steps):
-            loss = forward(run, inputs, labels, global_valid)
+            loss = forward(run, inputs, labels_BL, global_valid)
             loss.backward()
         loss_sum += loss.detach()
 
@@ -233,12 +238,13 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
     if logs:
         loss_mesh = parallel_dims.get_optional_mesh("loss")
         mean_on_rank = loss_sum * global_valid / local_valid.clamp(min=1)
-        with metrics.outside_training():
+        loss, max_loss = dist_utils.dist_sum(loss_sum, loss_mesh), dist_utils.dist_max(mean_on_rank, loss_mesh)
+        with metrics.outside_training():  # only now: reading the loss has waited for the step to end on the device
             validation_loss = validate(run) if validates else None
         metrics.log(
             run.progress.step,
-            loss=dist_utils.dist_sum(loss_sum, loss_mesh),
-            max_loss=dist_utils.dist_max(mean_on_rank, loss_mesh),
+            loss=loss,
+            max_loss=max_loss,
             grad_norm=float(grad_norm),
             lr=lr,
             tokens_seen=run.progress.tokens_seen,
@@ -246,15 +252,20 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
         )
 
 
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    inputs, labels_BL = batch
+    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+    return moved, labels_BL.to(device, non_blocking=True)
+
+
 def forward(run: Run, inputs: dict[str, torch.Tensor], labels_BL: torch.Tensor, valid_tokens=None) -> torch.Tensor:
     """The summed cross-entropy of one microbatch of this rank, divided by `valid_tokens` if given."""
-    tokens_BL = inputs["input"].to(run.device, non_blocking=True)
-    positions_BL = inputs["positions"].to(run.device, non_blocking=True)
-    labels_BL = labels_BL.to(run.device, non_blocking=True)
+    tokens_BL, positions_BL = inputs["input"], inputs["positions"]
     masks = attention_masks(run.model, positions_BL)
     annotate_input_spmd_types(run.parallel_dims, tokens_BL, labels_BL, {"positions": positions_BL})
-    hidden_BLD = run.model(tokens_BL, positions=positions_BL, attention_masks=masks)
-    loss, _ = run.loss_fn(hidden_BLD, labels_BL, valid_tokens)
+    # Hidden states [B, L, D], which the chunked loss puts the head on; logits when loss.num_chunks = 1.
+    output = run.model(tokens_BL, positions=positions_BL, attention_masks=masks)
+    loss, _ = run.loss_fn(output, labels_BL, valid_tokens)
     return loss
 
 
@@ -267,10 +278,10 @@ def validate(run: Run) -> float:
     loss_sum = torch.zeros((), device=run.device)
     valid = torch.zeros((), dtype=torch.int64, device=run.device)
     for _ in range(run.config.validation.steps * run.accumulation_steps):
-        inputs, labels = next(batches)
+        inputs, labels_BL = to_device(next(batches), run.device)
         with run.spmd_context():
-            loss_sum += forward(run, inputs, labels)
-        valid += (labels != IGNORE_INDEX).sum().to(run.device)
+            loss_sum += forward(run, inputs, labels_BL)
+        valid += (labels_BL != IGNORE_INDEX).sum()
     run.model.train()
     loss_mesh, batch_mesh = run.parallel_dims.get_optional_mesh("loss"), run.parallel_dims.get_optional_mesh("batch")
     return dist_utils.dist_sum(loss_sum, loss_mesh) / dist_utils.dist_sum(valid, batch_mesh)
@@ -280,11 +291,12 @@ def validate(run: Run) -> float:
 # The command line
 
 
+@record  # torchrun shows the error of whichever rank failed first
 def main(argv: list[str]) -> None:
     runtime.default_environment(argv)
     init_logger()
-    if os.environ["RANK"] != "0":
-        logger.setLevel("WARNING")  # the console belongs to rank 0; the others only warn
+    if os.environ["RANK"] != "0" and os.environ["LOCAL_RANK"] not in os.environ.get("LOG_RANK", "").split(","):
+        logger.setLevel("WARNING")  # the console belongs to rank 0 and to ranks that were asked for; others only warn
     config = config_file.load(argv)
     config_file.raise_on_problems(config, int(os.environ["WORLD_SIZE"]))
     if config.job.print_config:

@@ -13,13 +13,24 @@ class Checkpointer:
         raise self.error
 
 
-@pytest.mark.parametrize("text", ["Missing key in checkpoint state_dict: x.", "Size mismatch between saved 1 and 2"])
-def test_another_models_checkpoint_is_refused_with_the_way_out(text):
-    with pytest.raises(ValueError, match=r"another model.*config.toml in the run folder") as refusal:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Missing key in checkpoint state_dict: layers.4.ffn_norm.weight.", "another model: put .model. back"),
+        ("Size mismatch between saved torch.Size([2]) and current: torch.Size([3])", "another model: put .model. back"),
+        ("Missing key in checkpoint state_dict: dataloader.shard.16.", "fewer shards: put .*num_shards back"),
+        (
+            "Missing key in checkpoint state_dict: optimizer.state.norm.weight.step.",
+            "only weights .* checkpoint.load_step",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_with_the_way_out(text, reason):
+    with pytest.raises(ValueError, match=rf"cannot be resumed, .*{reason}.*config.toml") as refusal:
         load(Checkpointer(RuntimeError(text)), -1)
     assert text in str(refusal.value.__cause__)
 
 
 def test_other_faults_are_not_dressed_up():
-    with pytest.raises(RuntimeError, match="disk on fire"):
-        load(Checkpointer(RuntimeError("disk on fire")), -1)
+    with pytest.raises(RuntimeError, match="disk mismatch"):
+        load(Checkpointer(RuntimeError("disk mismatch")), -1)

@@ -44,7 +44,10 @@ def test_a_sound_run_gets_a_new_id_and_creates_nothing(capsys: pytest.CaptureFix
 
 def test_where_the_run_id_comes_from(capsys: pytest.CaptureFixture[str], config: str) -> None:
     slurm = {"SLURM_JOB_ID": "77", "NNODES": "2", "NGPU": "4"}
-    assert accepted(capsys, [config], slurm) == ("slurm-77", "outputs/slurm-77")
+    requeued, again = accepted(capsys, [config], slurm), accepted(capsys, [config], slurm)
+    assert requeued == again and re.fullmatch(r"slurm-77-mine-[0-9a-f]{4}", requeued[0])
+    # Another configuration in the same allocation is another run.
+    assert accepted(capsys, [config, "--optimizer.lr=1e-4"], slurm)[0] != requeued[0]
     assert accepted(capsys, [config], {**slurm, "RUN_ID": "mine.2"}) == ("mine.2", "outputs/mine.2")
     assert "2 nodes must agree" in refused(capsys, [config], {"NNODES": "2"})
 
@@ -70,7 +73,7 @@ def test_all_problems_at_once(capsys: pytest.CaptureFixture[str], config: str) -
 
 
 def test_a_taken_run_folder_is_refused_unless_resumed(capsys: pytest.CaptureFixture[str], config: str) -> None:
-    Path("taken").mkdir()
+    Path("taken/checkpoint/step-5").mkdir(parents=True)
     Path("taken/run.json").write_text('{"run_id": "r1", "attempt": 1}')
     argv = [config, "--job.dump_folder=taken"]
     assert "holds another run (r1)" in refused(capsys, argv, {})
@@ -91,7 +94,17 @@ def test_as_the_shell_runs_it() -> None:
 
 def test_missing_inputs_are_all_named_before_the_start(capsys: pytest.CaptureFixture[str], config: str) -> None:
     argv = [config, "--training.dataset=no/such/*.txt", "--model.hf_assets_path=nowhere", "--checkpoint.enable"]
-    message = refused(capsys, [*argv, "--checkpoint.initial_load_path=gone"], {})
-    for named in ("no/such/*.txt", "nowhere/tokenizer.json" if Path("nowhere").is_dir() else "nowhere", "gone"):
+    argv += ["--checkpoint.initial_load_path=gone", "--checkpoint.load_step=3", "--training.global_batch_size=7"]
+    message = refused(capsys, argv, {})
+    for named in ("no/such/*.txt", "nowhere", "gone", "load_step = 3", "global_batch_size = 7"):
         assert named in message
     assert "set model.vocab_size to at least 258" in refused(capsys, [config, "--model.vocab_size=100"], {})
+
+
+def test_an_older_step_is_not_resumed_beside_newer_ones(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    for step in (10, 20):
+        (Path("mine") / "checkpoint" / f"step-{step}").mkdir(parents=True)
+    argv = [config, "--job.dump_folder=mine", "--checkpoint.enable"]
+    assert "has steps [10, 20]; choose one" in refused(capsys, [*argv, "--checkpoint.load_step=15"], {})
+    assert "also has steps [20]" in refused(capsys, [*argv, "--checkpoint.load_step=10"], {})
+    accepted(capsys, [*argv, "--checkpoint.load_step=20"], {})

@@ -131,9 +131,10 @@ def test_schedules(model):
     assert cosine[11] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 7 / 16)))
 
 
-def test_a_resumed_run_follows_its_configuration(config, model):
+@pytest.mark.parametrize("saved_decay", [0.1, 0.0])
+def test_a_resumed_run_follows_its_configuration(config, model, saved_decay):
     """Not the rates saved with the optimizer: the first step after a resume already has the new schedule's."""
-    config.optimizer.lr = 1e-3
+    config.optimizer.lr, config.optimizer.weight_decay = 1e-3, saved_decay
     optimizers = build_optimizers(config, model, parallel_dims=None)
     schedulers = build_lr_schedulers(config, optimizers)
     saved_optimizer, saved_schedule = optimizers.state_dict(), {"last_epoch": 300}

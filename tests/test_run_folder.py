@@ -86,13 +86,24 @@ def test_the_same_run_comes_back_even_without_checkpoints(tmp_path: Path) -> Non
 def test_another_run_is_refused_with_three_ways_out_unless_it_resumes(tmp_path: Path) -> None:
     with other_process(tmp_path, ""):
         pass
+    (tmp_path / "checkpoint" / "step-5").mkdir(parents=True)
     with pytest.raises(
-        ValueError, match=r"another run \(other\).*another --job.dump_folder.*leave it out.*--checkpoint.e"
+        ValueError, match=r"another run \(other\); .*another --job.dump_folder.*leave it out.*--checkpoint.enable"
     ):
         claim(tmp_path, "r2", False, {})
     assert run_json(tmp_path)["run_id"] == "other"
     assert claim(tmp_path, "r2", True, {}) == 2
     assert run_json(tmp_path)["run_id"] == "r2"
+
+
+def test_a_run_without_checkpoints_is_not_resumed_but_one_that_was_to_save_them_is(tmp_path: Path) -> None:
+    """There is nothing to go on from: to start over here would mix two runs. Killed before its first save is another
+    thing: the same command must go on."""
+    with other_process(tmp_path, ""):
+        pass
+    assert "another run (other), without checkpoints" in str(refusal(tmp_path, "r2", True))
+    (tmp_path / "run.json").write_text('{"run_id": "other", "attempt": 1, "checkpoints": true}')
+    assert refusal(tmp_path, "r2", True) is None
 
 
 def test_without_a_run_id_nobody_is_the_same_run(tmp_path: Path) -> None:
@@ -104,12 +115,13 @@ def test_without_a_run_id_nobody_is_the_same_run(tmp_path: Path) -> None:
 def test_traces_of_a_run_without_a_record_count_as_another_run(tmp_path: Path, trace: str) -> None:
     (tmp_path / trace).mkdir(parents=True)
     assert "holds another run (without a readable run.json)" in str(refusal(tmp_path, "r1", False))
-    assert refusal(tmp_path, "r1", True) is None
+    assert (refusal(tmp_path, "r1", True) is None) == ("step-" in trace)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"run_id": "r1"}', '{"run_id": "r1", "attempt": null}'])
 def test_a_broken_record_counts_as_another_run(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
+    (tmp_path / "checkpoint" / "step-5").mkdir(parents=True)
     assert "holds another run" in str(refusal(tmp_path, "r1", False))
     assert claim(tmp_path, "r1", True, {}) == 2
     assert run_json(tmp_path)["attempt"] == 2

@@ -1,5 +1,6 @@
 """Checkpoints through torchtitan's manager of torch.distributed.checkpoint (DCP): resharded on load, sync or async."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,18 @@ def load(checkpointer: CheckpointManager, step: int) -> bool:
     try:
         return checkpointer.load(step)
     except (RuntimeError, CheckpointException) as error:
-        if "Missing key" not in str(error) and "mismatch" not in str(error):
+        missing = re.search(r"Missing key in checkpoint state_dict: ([\w.]+)", str(error))
+        if missing is None and "Size mismatch between saved" not in str(error):
             raise
-        raise ValueError(
-            "The checkpoint is of another model, or its data was dealt to fewer shards: put [model] and "
-            "training.dataloader.num_shards back as config.toml in the run folder has them, or start a new run"
-        ) from error
+        key = "" if missing is None else missing[1]
+        if key.startswith("dataloader.shard."):
+            reason = "its data was dealt to fewer shards: put training.dataloader.num_shards back"
+        elif key.startswith(("optimizer.", "lr_scheduler.", "dataloader.", "progress.")):
+            reason = (
+                "it holds only weights (checkpoint.last_save_model_only): resume an earlier one with "
+                "checkpoint.load_step, or start a new run from it with checkpoint.initial_load_path"
+            )
+        else:
+            reason = "it is of another model: put [model] back"
+        was = "config.toml in the run folder has what it was"
+        raise ValueError(f"The checkpoint cannot be resumed, {reason} ({was})") from error

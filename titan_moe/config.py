@@ -118,7 +118,7 @@ class MoE:
 
 @dataclass(kw_only=True)
 class Optimizer:
-    name: Literal["AdamW", "Adam"] = "AdamW"
+    name: Literal["AdamW"] = "AdamW"
     """Optimizer"""
 
     lr: float = 8e-4

@@ -190,6 +190,10 @@ def _files(config: Config) -> list[str]:
                 f'{path} = "{folder}": must be the name of a folder inside the run folder, which job.dump_folder moves'
             )
     checkpoint = config.checkpoint
+    if checkpoint.initial_load_path and not checkpoint.enable:
+        found.append("checkpoint.initial_load_path: loads nothing without checkpoint.enable = true; set it")
+    if checkpoint.load_step >= 0 and not checkpoint.enable:
+        found.append("checkpoint.load_step: loads nothing without checkpoint.enable = true; set it")
     if checkpoint.create_seed_checkpoint and not checkpoint.enable:
         found.append("checkpoint.create_seed_checkpoint = true: saves nothing without checkpoint.enable = true; set it")
     if checkpoint.create_seed_checkpoint and checkpoint.load_only:

@@ -4,6 +4,7 @@ Every mistake is so named once, not once per rank, and costs no process group. E
 stderr, or 0 with the run id on stdout, for the shell to export as RUN_ID. Imports no torch.
 """
 
+import hashlib
 import os
 import re
 import sys
@@ -24,16 +25,15 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         problems: list[str] = []
         nodes = _count(env, "NNODES", problems)
         world_size = nodes * _count(env, "NGPU", problems)
-        run_id = _run_id(env, nodes, path, problems)
+        run_id = _run_id(env, nodes, path, argv, problems)
         if world_size:
             problems += config_file.check(config, world_size)
+        folder = run_folder.choose(config, {"RUN_ID": run_id})
+        problems += _inputs(config) + _checkpoints(config, folder)
+        if reason := run_folder.refusal(folder, run_id, resume=config.checkpoint.enable):
+            problems.append(reason)
         if problems:
             raise ConfigError(path, problems)
-        folder = run_folder.choose(config, {"RUN_ID": run_id})
-        if reasons := _inputs(config):
-            raise ConfigError(path, reasons)
-        if reason := run_folder.refusal(folder, run_id, resume=config.checkpoint.enable):
-            raise ConfigError(path, [reason])
     except (ConfigError, OSError) as error:  # OSError: a run folder that cannot even be looked at
         print(error, file=sys.stderr)
         return 2
@@ -53,9 +53,23 @@ def _inputs(config: Config) -> list[str]:
         list_both(config)
     except ValueError as error:
         found.append(str(error))
-    start = config.checkpoint.initial_load_path
-    if config.checkpoint.enable and start and not Path(start).is_dir():
+    return found
+
+
+def _checkpoints(config: Config, folder: Path) -> list[str]:
+    """What is wrong with the checkpoints that the run is to start from."""
+    start, step, found = config.checkpoint.initial_load_path, config.checkpoint.load_step, []
+    if start and not Path(start).is_dir():
         found.append(f"checkpoint.initial_load_path = {start!r}: is no folder; name a checkpoint's step-N folder")
+    names = [path.name.removeprefix("step-") for path in (folder / config.checkpoint.folder).glob("step-*")]
+    steps = sorted(int(name) for name in names if name.isdigit())
+    if step >= 0 and step not in steps:
+        found.append(f"checkpoint.load_step = {step}: {folder} has steps {steps}; choose one, or -1 for the newest")
+    elif step >= 0 and (newer := [there for there in steps if there > step]):
+        found.append(
+            f"checkpoint.load_step = {step}: {folder} also has steps {newer}, which the next resume would take for the "
+            "newest; move them away, or start a new run with checkpoint.initial_load_path"
+        )
     return found
 
 
@@ -68,14 +82,16 @@ def _count(env: Mapping[str, str], name: str, problems: list[str]) -> int:
     return 0
 
 
-def _run_id(env: Mapping[str, str], nodes: int, path: str, problems: list[str]) -> str:
+def _run_id(env: Mapping[str, str], nodes: int, path: str, argv: list[str], problems: list[str]) -> str:
     """What tells a restart of this run from another run: the same for all nodes, and for a requeued job."""
     if run_id := env.get("RUN_ID"):
         if not re.fullmatch("[A-Za-z0-9_.-]+", run_id) or run_id in (".", ".."):
             problems.append(f"RUN_ID = {run_id!r} in the environment: names a folder; use letters, digits, _, . and -")
         return run_id
     if job := env.get("SLURM_JOB_ID"):
-        return f"slurm-{job}"
+        # One allocation may train several configurations: the command tells them apart, and a requeue repeats it.
+        command = hashlib.blake2b("\0".join(argv).encode(errors="surrogateescape"), digest_size=2).hexdigest()
+        return f"slurm-{job}-{run_folder.stem(path)}-{command}"
     if nodes > 1:
         problems.append(f"RUN_ID is not set in the environment: {nodes} nodes must agree; set the same on each")
     return run_folder.new_run_id(path)

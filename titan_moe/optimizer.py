@@ -52,8 +52,6 @@ def apply_hyperparameters(
     so that a run can be extended or continued with another schedule, and its first step already has the right rate."""
     o = config.optimizer
     for optimizer, scheduler in zip(optimizers, lr_schedulers, strict=True):
-        for group, lr, base_lr in zip(optimizer.param_groups, scheduler.get_last_lr(), scheduler.base_lrs, strict=True):
-            decayed = group["weight_decay"] != 0.0
-            group.update(lr=lr, initial_lr=base_lr, betas=(o.beta1, o.beta2), eps=o.eps)
-            if decayed:
-                group["weight_decay"] = o.weight_decay
+        rates = zip(scheduler.get_last_lr(), scheduler.base_lrs, strict=True)
+        for group, decay, (lr, base_lr) in zip(optimizer.param_groups, (0.0, o.weight_decay), rates, strict=True):
+            group.update(lr=lr, initial_lr=base_lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=decay)

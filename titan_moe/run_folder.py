@@ -42,8 +42,12 @@ def choose(config: Config, env: Mapping[str, str]) -> Path:
 
 def new_run_id(config_path: str) -> str:
     """For example 20261129-201502-debug_model-7f3a: sorts by time, names its configuration, does not repeat."""
-    stem = re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(config_path).stem)[:64]
-    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{stem}-{secrets.token_hex(2)}"
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{stem(config_path)}-{secrets.token_hex(2)}"
+
+
+def stem(config_path: str) -> str:
+    """The name of the configuration, as far as it can stand in the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(config_path).stem)[:64]
 
 
 def refusal(folder: Path, run_id: str, resume: bool) -> str | None:
@@ -58,18 +62,24 @@ def refusal(folder: Path, run_id: str, resume: bool) -> str | None:
             if not _lock(file, fcntl.LOCK_SH):
                 return f"run folder {folder}: another process trains in this folder; wait until it ends, or {remedy}"
     there = _run_there(folder)
-    if there is None or resume or (run_id and there.get("run_id") == run_id):
+    if there is None or (run_id and there.get("run_id") == run_id):
+        return None
+    # A run that saved checkpoints, or was about to, can be gone on with; any other would only be mixed with this one.
+    resumable = there.get("checkpoints") or any(folder.glob("*/step-*"))
+    if resume and resumable:
         return None
     return (
-        f"run folder {folder}: holds another run ({there.get('run_id', 'without a readable run.json')}); {remedy}, or "
-        "leave it out to get a new folder under outputs, or resume what is there with --checkpoint.enable"
+        f"run folder {folder}: holds another run ({there.get('run_id', 'without a readable run.json')})"
+        f"{'' if resumable else ', without checkpoints to resume from'}; {remedy}, or leave it out to get a new folder "
+        f"under outputs{', or resume what is there with --checkpoint.enable' if resumable else ''}"
     )
 
 
 def claim(folder: Path, run_id: str, resume: bool, record: dict[str, Any]) -> int:
     """Take the folder for this process until it ends and write run.json; returns the number of this attempt, from 1.
 
-    Only global rank 0 claims. `record` is what run.json says about the attempt besides the ids.
+    Only global rank 0 claims. `resume` says that this run saves checkpoints, and goes on from those that are there.
+    `record` is what run.json says about the attempt besides.
     """
     reason = refusal(folder, run_id, resume)
     if reason is None and folder.resolve() not in _held:
@@ -84,7 +94,8 @@ def claim(folder: Path, run_id: str, resume: bool, record: dict[str, Any]) -> in
     there = _run_there(folder) or {"attempt": 0}
     attempt: int = there["attempt"] + 1
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    run = {"run_id": run_id, "attempt": attempt, "created": there.get("created", now), "updated": now} | record
+    run = {"run_id": run_id, "attempt": attempt, "created": there.get("created", now), "updated": now}
+    run |= {"checkpoints": resume} | record
     temporary = folder / "run.json.tmp"
     with temporary.open("w", encoding="utf-8") as file:
         file.write(json.dumps(run, indent=2) + "\n")

@@ -51,6 +51,7 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
         return {name: Case(argv) for name, argv in argvs.items()}
     assert world_size == 4
     argvs = {
+        "fsdp4": [],
         "fsdp4_ep2": [EP2],
         "fsdp4_ep2_no_bias": [EP2, BIAS_OFF],
         "hsdp2x2_ep2": [EP2, HSDP2],

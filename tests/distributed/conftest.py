@@ -7,6 +7,8 @@ import pytest
 from tests.distributed.cases import cases
 from tests.distributed.harness import Outcome, run_cases
 
+REPORTED: list[str] = []
+
 
 @pytest.fixture(scope="session")
 def outcome(tmp_path_factory) -> Callable[[int, str], Outcome]:
@@ -21,3 +23,16 @@ def outcome(tmp_path_factory) -> Callable[[int, str], Outcome]:
         return done[world_size][name]
 
     return get
+
+
+@pytest.fixture
+def report() -> Callable[[str], None]:
+    """A line for the end of the whole test run, also when the test passes."""
+    return REPORTED.append
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if REPORTED:
+        terminalreporter.section("meshes")
+        for line in REPORTED:
+            terminalreporter.line(line)

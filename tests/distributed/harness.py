@@ -54,6 +54,7 @@ def torchrun(world_size: int, script: str, *args: str):
         "-m",
         "torch.distributed.run",
         "--standalone",
+        "--local-ranks-filter=0",
         f"--nproc_per_node={world_size}",
         script,
         *args,

@@ -17,6 +17,7 @@ COMPARED = [
     (2, "fsdp2_ep2_no_bias", "one_rank_no_bias"),
     (2, "fsdp2_ep2_full", "one_rank"),
     (2, "fsdp2_whole_batch", "one_rank"),
+    (4, "fsdp4", "one_rank"),
     (4, "fsdp4_ep2", "one_rank"),
     (4, "fsdp4_ep2_no_bias", "one_rank_no_bias"),
     (4, "hsdp2x2_ep2", "one_rank"),
@@ -36,18 +37,17 @@ def test_losses_equal_one_ranks(outcome, ranks, name, reference):
 
 
 @pytest.mark.parametrize(("ranks", "name", "reference"), COMPARED)
-def test_every_parameters_gradient_equals_one_ranks(outcome, ranks, name, reference, record_property):
+def test_every_parameters_gradient_equals_one_ranks(outcome, ranks, name, reference, report):
     step1, expected = outcome(ranks, name).step1, outcome(1, reference).step1
     flipped = (step1["routing"] != expected["routing"]).any(dim=-1)
-    record_property("flipped_top_k_choices", int(flipped.sum()))
-    print(f"{name}: top-k choices flipped against one rank: {int(flipped.sum())} of {flipped.numel()}")
     assert step1["gradients"].keys() == expected["gradients"].keys()
     errors = {}
     for parameter, gradient in expected["gradients"].items():
         assert gradient.norm() > 0, f"{parameter}: the reference has no gradient to compare with"
         errors[parameter] = ((step1["gradients"][parameter] - gradient).norm() / gradient.norm()).item()
     parameter, error = max(errors.items(), key=lambda item: item[1])
-    print(f"{name}: largest gradient difference {error:.1e} of the norm, {parameter}")
+    flips = f"{int(flipped.sum())} of {flipped.numel()} top-k choices flipped"
+    report(f"{name} against {reference}: {flips}; largest gradient difference {error:.1e} of the norm ({parameter})")
     assert error <= 1e-5, f"{name}: gradient of {parameter} differs by {error:.2e} of its norm"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed.cases import EP2, SCHEDULE_100
 from tests.distributed.edits import readme_edits
-from tests.distributed.harness import REPO, SMALL_FP32, Outcome
+from tests.distributed.harness import REPO, SMALL_FP32, Outcome, torchrun
 from titan_moe.metrics import read_metrics
 
 GOLDEN = REPO / "tests" / "golden" / "small_fp32.txt"
@@ -88,6 +88,23 @@ def test_readme_edit_logs_a_new_quantity(outcome):
     norms = [record["embedding_norm"] for record in outcome(1, "new_quantity").metrics.values()]
     assert len(norms) == 3 and all(norm > 1 for norm in norms)
     assert outcome(1, "new_quantity").losses == outcome(1, "uninterrupted").losses[:3]
+
+
+def test_an_error_on_any_rank_reaches_the_console(tmp_path):
+    """Rank 1's message, though the console shows only rank 0's output."""
+    script = tmp_path / "failing.py"
+    script.write_text(
+        f"import os, sys, time\nsys.path.insert(0, {str(REPO)!r})\nimport train\n"
+        "def build(config):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise ValueError('this text changed after it was listed')\n"
+        "    time.sleep(60)\n"
+        "train.build = build\n"
+        "train.main(sys.argv[1:])\n"
+    )
+    finished = torchrun(2, str(script), *SMALL_FP32)
+    assert finished.returncode != 0
+    assert "this text changed after it was listed" in finished.stdout + finished.stderr
 
 
 def kill_all_with(argument: str) -> None:
