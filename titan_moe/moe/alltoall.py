@@ -10,16 +10,16 @@ Shape letters: T tokens of this rank, K top-k, N = T*K copies, U copies sent (N 
 received, E experts, e experts of one rank, S source ranks, R rows of the padded slabs.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from titan_moe.moe import layout
 from titan_moe.moe.contract import Dispatcher, Hop, Plan
+from titan_moe.moe.exchange import group_named
 from titan_moe.moe.rows import CopyMap, RowMap
 
 
@@ -35,7 +35,7 @@ class AllToAllDispatcher(Dispatcher):
             self.num_experts,
             self.alignment,
             self.capacity(topk_ids_TK.shape[0]),
-            self.ep_group.group_name,
+            self.group.group_name,
         )
         return unpack(tensors, topk_ids_TK.shape[0], self.ranks, hops=1)
 
@@ -49,7 +49,7 @@ def _plan_alltoall(
     capacity: int | None,
     group_name: str,
 ) -> list[Tensor]:
-    group = _resolve_process_group(group_name)
+    group = group_named(group_name)
     own = layout.sort_copies(ids_TK, num_experts, capacity, weights_TK)
     sent_Se = own.kept_E.view(group.size(), -1)
     received_Se = torch.empty_like(sent_Se)
@@ -71,7 +71,7 @@ def _plan_alltoall(
 
 @_plan_alltoall.register_fake
 def _(ids_TK, weights_TK, num_experts, alignment, capacity, group_name):
-    refuse_fake("titan_moe::plan_alltoall")
+    refuse_fake(torch.ops.titan_moe.plan_alltoall.default)
 
 
 class Sizes(NamedTuple):
@@ -134,6 +134,6 @@ def unpack(tensors: list[Tensor], tokens: int, ranks: int, hops: int) -> Plan:
     )
 
 
-def refuse_fake(op: str):
+def refuse_fake(op: torch._ops.OpOverload) -> NoReturn:
     """The sizes of these plans depend on the routing, so there is nothing a fake kernel could return."""
     raise DynamicOutputShapeException(op)

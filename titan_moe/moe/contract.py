@@ -124,6 +124,12 @@ class Dispatcher:
         _check(self)
         self.local_experts = num_experts // self.ranks
 
+    @property
+    def group(self) -> ProcessGroup:
+        """The expert-parallel ranks, where there are any."""
+        assert self.ep_group is not None
+        return self.ep_group
+
     def capacity(self, tokens: int) -> int | None:
         """C for `tokens` tokens of this rank; None when nothing is dropped."""
         if self.capacity_factor is None:
@@ -167,7 +173,7 @@ class Dispatcher:
         for hop in plan.hops:
             rows = gather_rows(rows, hop.rows, zero_fill=False)
             weights = select_copies(weights, hop.copies)
-            rows, weights = dispatch_rows(rows, weights, hop.row_splits, hop.copy_splits, self.ep_group)
+            rows, weights = dispatch_rows(rows, weights, hop.row_splits, hop.copy_splits, self.group)
         x_RD = gather_rows(rows, plan.rows, zero_fill=not plan.hops)
         return Received(x_RD, select_copies(weights, plan.copies), plan.padded_counts_e, plan)
 
@@ -176,7 +182,7 @@ class Dispatcher:
         held = [state.tokens, *(sum(hop.row_splits[0]) + 1 for hop in state.hops)]  # see exchange.py about the 1
         rows = sum_rows(y_RD, state.rows, held[-1], zero_fill=not state.hops)
         for hop, inputs in zip(reversed(state.hops), reversed(held[:-1])):
-            rows = combine_rows(rows, hop.row_splits, self.ep_group)
+            rows = combine_rows(rows, hop.row_splits, self.group)
             rows = sum_rows(rows, hop.rows, inputs, zero_fill=False)
         return rows
 

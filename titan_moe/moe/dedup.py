@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from titan_moe.moe import layout
 from titan_moe.moe.alltoall import pack, read_sizes, refuse_fake, send_copies, unpack
 from titan_moe.moe.contract import Dispatcher, Plan
-from titan_moe.moe.exchange import exchange
+from titan_moe.moe.exchange import exchange, group_named
 from titan_moe.moe.rows import CopyMap, RowMap
 
 
@@ -43,7 +42,7 @@ class DedupDispatcher(Dispatcher):
             self.num_experts,
             self.alignment,
             self.capacity(topk_ids_TK.shape[0]),
-            self.ep_group.group_name,
+            self.group.group_name,
             self.ranks_per_node,
         )
         return unpack(tensors, topk_ids_TK.shape[0], self.ranks, hops=1 if self.ranks_per_node is None else 2)
@@ -59,7 +58,7 @@ def _plan_dedup(
     group_name: str,
     ranks_per_node: int | None,
 ) -> list[Tensor]:
-    group = _resolve_process_group(group_name)
+    group = group_named(group_name)
     own = layout.sort_copies(ids_TK, num_experts, capacity, weights_TK)
     if ranks_per_node is None:
         padded_e, host, maps = plan_one_hop(ids_TK, own, alignment, group)
@@ -70,7 +69,7 @@ def _plan_dedup(
 
 @_plan_dedup.register_fake
 def _(ids_TK, weights_TK, num_experts, alignment, capacity, group_name, ranks_per_node):
-    refuse_fake("titan_moe::plan_dedup")
+    refuse_fake(torch.ops.titan_moe.plan_dedup.default)
 
 
 def plan_one_hop(ids_TK: Tensor, own: layout.Copies, alignment: int, group: ProcessGroup):

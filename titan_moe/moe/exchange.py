@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 Splits = tuple[list[int], list[int]]  # received from each rank, sent to each rank
 
@@ -37,15 +37,29 @@ def combine_rows(y_VD: Tensor, rows: Splits, group: ProcessGroup) -> Tensor:
     return torch.ops.titan_moe.combine_rows(y_VD, sent, received, group.group_name, False)
 
 
-def exchange(x: Tensor, received: list[int], sent: list[int], group: ProcessGroup, zero_row=False, wait=True):
-    """Send the first sum(sent) rows of x, receive sum(received). Returns the rows, or with `wait` False the rows and
-    the work to wait for. Not differentiable."""
+def exchange(x: Tensor, received: list[int], sent: list[int], group: ProcessGroup, zero_row: bool = False) -> Tensor:
+    """Send the first sum(sent) rows of x, receive sum(received), with a zero row after them if asked for. Not
+    differentiable."""
+    out, work = start_exchange(x, received, sent, group, zero_row)
+    work.wait()
+    return out
+
+
+def start_exchange(
+    x: Tensor, received: list[int], sent: list[int], group: ProcessGroup, zero_row: bool = False
+) -> tuple[Tensor, dist.Work]:
+    """The same without waiting: nothing may touch the result before `.wait()` of the work."""
     total = sum(received)
     out = x.new_empty((total + zero_row, *x.shape[1:]))
     out[total:].zero_()
-    x = x.contiguous()[: sum(sent)]
-    work = dist.all_to_all_single(out[:total], x, received, sent, group=group, async_op=not wait)
-    return out if wait else (out, work)
+    work = dist.all_to_all_single(out[:total], x.contiguous()[: sum(sent)], received, sent, group=group, async_op=True)
+    assert work is not None  # this process belongs to the group
+    return out, work
+
+
+def group_named(name: str) -> ProcessGroup:
+    """Ops take a process group by its name."""
+    return _resolve_process_group(GroupName(name))
 
 
 @torch.library.custom_op("titan_moe::dispatch_rows", mutates_args=())
@@ -59,8 +73,8 @@ def _dispatch_rows(
     group_name: str,
     zero_row: bool,
 ) -> tuple[Tensor, Tensor]:
-    group = _resolve_process_group(group_name)
-    w, pending = exchange(w, copies_in, copies_out, group, wait=False)
+    group = group_named(group_name)
+    w, pending = start_exchange(w, copies_in, copies_out, group)
     x = exchange(x, rows_in, rows_out, group, zero_row)
     pending.wait()
     return x, w
@@ -85,7 +99,7 @@ _dispatch_rows.register_autograd(_dispatch_backward, setup_context=_dispatch_set
 
 @torch.library.custom_op("titan_moe::combine_rows", mutates_args=())
 def _combine_rows(x: Tensor, rows_in: list[int], rows_out: list[int], group_name: str, zero_row: bool) -> Tensor:
-    return exchange(x, rows_in, rows_out, _resolve_process_group(group_name), zero_row)
+    return exchange(x, rows_in, rows_out, group_named(group_name), zero_row)
 
 
 @_combine_rows.register_fake

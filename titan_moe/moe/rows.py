@@ -80,7 +80,8 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD):  # type: ignore[override]
-        return _sum(grad_RD, *ctx.saved_tensors, ctx.inputs), None, None, None, None
+        copies, offsets = ctx.saved_tensors
+        return _sum(grad_RD, copies, offsets, ctx.inputs), None, None, None, None
 
 
 class _SumRows(torch.autograd.Function):
