@@ -35,6 +35,7 @@ from titan_moe.config import Config
 from titan_moe.data import PackedDataLoader, build_dataloaders
 from titan_moe.metrics import Metrics
 from titan_moe.model import attention_masks, build_model, init_weights
+from titan_moe.moe.balance import LoadBalancer
 from titan_moe.optimizer import apply_hyperparameters, build_lr_schedulers, build_optimizers
 from titan_moe.tokenizer import build_tokenizer
 
@@ -57,6 +58,7 @@ class Run:
     validation_dataloader: PackedDataLoader | None
     checkpointer: CheckpointManager
     metrics: Metrics
+    balancer: LoadBalancer
     progress: Progress
     spmd_context: dist_utils.SpmdContext
 
@@ -102,7 +104,7 @@ def build(config: Config) -> Run:
 
     # 7) loss, optimizer, schedule
     loss_fn = parallel.build_loss(config, model)
-    optimizers = build_optimizers(config, model, parallel_dims)
+    optimizers, balancer = build_optimizers(config, model, parallel_dims)
     lr_schedulers = build_lr_schedulers(config, optimizers)
 
     # 8) checkpoint: resumes, or starts from other weights, or does nothing
@@ -128,6 +130,8 @@ def build(config: Config) -> Run:
     logger.info(f"Run folder {folder}, attempt {attempt}; device {metrics.memory.device_name}, peak {peak}")
     logger.info(f"Model {config.model.name} {config.model.flavor}: {total:,} parameters, {active:,} active per token")
     logger.info(f"Parameters {t.dtype}, compute {t.mixed_precision_param}, reduction {t.mixed_precision_reduce}")
+    for line in parallel.moe_report(config, parallel_dims):
+        logger.info(line)
     logger.info(
         f"Tokens per step: {t.local_batch_size} sequences x {t.seq_len} tokens x {dp_degree} data-parallel ranks x "
         f"{accumulation_steps} microbatches = {tokens_per_step:,}, {tokens_per_step * t.steps:,} in {t.steps} steps"
@@ -145,6 +149,7 @@ def build(config: Config) -> Run:
         validation_dataloader=validation_dataloader,
         checkpointer=checkpointer,
         metrics=metrics,
+        balancer=balancer,
         progress=progress,
         spmd_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims),
     )
@@ -247,6 +252,7 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
             lr=lr,
             tokens_seen=run.progress.tokens_seen,
             validation_loss=validation_loss,
+            **run.balancer.statistics(),
         )
 
 

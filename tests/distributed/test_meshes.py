@@ -91,4 +91,4 @@ def test_expert_parallel_ranks_exchange_tokens(outcome):
 
 def test_experts_are_cut_along_f_where_ranks_outnumber_them(outcome):
     """Otherwise the case of 1,024 GPUs would not have been met."""
-    assert outcome(4, "ep2_two_experts").step1["expert_shards"] == [[1, 24, 64]] * 4
+    assert outcome(4, "ep2_two_experts").step1["expert_shards"] == [[1, 24, 2, 64]] * 4
