@@ -77,6 +77,7 @@ def cases(world_size: int) -> list[Case]:
             replace(case, check="sends_what_it_says", tokens=(40, 33, 28, 0), experts=16, top_k=6),
             replace(case, check="sends_what_it_says", factor=0.8, experts=16, top_k=6),
             replace(case, check="recomputes_without_planning"),
+            replace(case, check="needs_no_other_gradient"),
             replace(case, check="repeats_bitwise", tokens=(64, 50, 64, 3)),
         ]
     return found
@@ -352,6 +353,24 @@ def recomputes_without_planning(case: Case, group) -> None:
     assert len(backward) < len(again_backward) <= len(backward) + len(repeated)
     for one, two, three in zip(plain, kept, again):
         assert torch.equal(one, two) and torch.equal(one, three)
+
+
+def needs_no_other_gradient(case: Case, group) -> None:
+    """Only the rows matter to the loss, only the weights do, or only one of them asks for a gradient."""
+    rank = Rank(case, group)
+    plan = rank.dispatcher.plan(rank.ids)
+    received = rank.dispatcher.dispatch(rank.x, rank.w, plan)
+    out = rank.dispatcher.combine(received.x_RD, received.state)
+    (grad,) = torch.autograd.grad(out.sum(), [rank.x], retain_graph=True)
+    torch.testing.assert_close(grad, torch.full_like(grad, case.top_k))
+    (grad,) = torch.autograd.grad(received.weight_R.sum(), [rank.w])
+    torch.testing.assert_close(grad, torch.ones_like(grad))
+    for x, w in ((rank.x, rank.w.detach()), (rank.x.detach(), rank.w)):
+        received = rank.dispatcher.dispatch(x, w, plan)
+        y_RD = received.x_RD * received.weight_R[:, None]
+        rank.dispatcher.combine(y_RD, received.state).sum().backward()
+    torch.testing.assert_close(rank.x.grad, rank.w.detach().sum(1, keepdim=True).expand_as(rank.x))
+    torch.testing.assert_close(rank.w.grad, rank.x.detach().sum(1, keepdim=True).expand_as(rank.w))
 
 
 def repeats_bitwise(case: Case, group) -> None:

@@ -57,7 +57,7 @@ def worst_rows(tokens: int, top_k: int, local_experts: int, alignment: int, rank
 
 def copies_per_expert(capacity_factor: float, tokens: int, top_k: int, num_experts: int) -> int:
     """C = ceil(f T K / E), the copies that one rank may send to one expert. The factor counts as the decimal it was
-    written as: in binary 1.1 * 80 / 8 is more than 11, and its ceiling 12."""
+    written as: in binary 1.1 * 400 * 8 / 64 is a little more than 55, and its ceiling 56."""
     return math.ceil(Fraction(str(capacity_factor)) * tokens * top_k / num_experts)
 
 
