@@ -101,6 +101,3 @@ def make_dispatcher(name: str, **arguments: Any) -> Dispatcher:
     if name not in DISPATCHERS:
         raise ValueError(f"dispatcher = {name!r} is not one of {', '.join(DISPATCHERS)}: use one of these")
     return DISPATCHERS[name](**arguments)
-
-
-from titan_moe.moe.torchtitan_dispatch import TokenDispatcher  # noqa: E402, F401  until model.py uses FusedMoE
