@@ -8,9 +8,9 @@ and F can be sharded, which [E, 2F, D] would silently break. So the GEMM returns
 Two backends, by name in `EXPERTS`:
 
 - `loop`: a Python loop over experts in plain autograd, for any dtype. The oracle, and what fp32 on a GPU runs on.
-- `grouped_mm`: `torch._grouped_mm` in autograd Functions of our own. They keep x, the routing weights and gate_up,
-  nothing else: SwiGLU is computed again in backward, the wgrad of all experts is one packed tensor, and where rows can
-  be gathered again (one rank) not even x is kept, only the tokens that it was copied from.
+- `grouped_mm`: grouped GEMMs in autograd Functions of our own. They keep x, the routing weights and gate_up, nothing
+  else: SwiGLU is computed again in backward, the wgrad of all experts is one packed tensor, and where rows can be
+  gathered again (one rank) not even x is kept, only the tokens that it was copied from.
 
 The gradient of the input (dgrad) and of the weight (wgrad) are separate nodes of the graph, because schedules that
 split the backward pass (zero bubble) first ask for the one, later for the other, and a node that does both would do
@@ -34,7 +34,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # SwiGLU on a CPU goes over the rows in blocks of so many numbers, so that its dozen passes find them in the L2 cache.
-CPU_BLOCK_ELEMENTS = 2**17
+CPU_BLOCK_ELEMENTS = 2**16
+
+# On a CPU a kernel is compiled for each number of rows it meets, which takes up to ten times as long as running it, and
+# the counts of tokens almost never repeat. Slabs cut into pieces of these sizes and one rest, of which alignment leaves
+# few kinds, meet the same kernels again and again.
+CPU_PIECES = (1024, 512, 256)
 
 
 class Source(NamedTuple):
@@ -76,15 +81,21 @@ def grouped_mm(
 ) -> Tensor:
     """y_RD by grouped GEMMs; the rows beyond the last slab are undefined."""
     experts, hidden, _, width = w13_EF2D.shape
-    offsets_E = torch.cumsum(counts_E, dim=0, dtype=torch.int32)
-    kept, again = (x_RD, None) if source is None else source
-    gate_up_R2F = _linear(x_RD, w13_EF2D.view(experts, 2 * hidden, width), offsets_E, again, kept)
-    h_RF = _SwiGLU.apply(gate_up_R2F, weight_R, offsets_E, late)
+    gemm = (_PiecewiseGemm if x_RD.device.type == "cpu" else _GroupedGemm)(counts_E)
+    gate_up_R2F = _linear(gemm, x_RD, w13_EF2D.view(experts, 2 * hidden, width), source)
+
+    # The wgrad of w2 needs h again. Its node is made before SwiGLU's, so backward comes to it later and finds the h
+    # that SwiGLU's backward left for it in passing. If none was left, it computes h itself.
+    left: list[Tensor] = []
 
     def weighted_h(gate_up_R2F: Tensor, weight_R: Tensor) -> Tensor:
-        return swiglu(gate_up_R2F, weight_R, offsets_E)
+        return left.pop() if left else swiglu(gate_up_R2F, weight_R, gemm)
 
-    return _linear(h_RF, w2_EDF, offsets_E, weighted_h, gate_up_R2F, weight_R, scale_R=weight_R if late else None)
+    wgrad = _wgrad_node(gemm, w2_EDF, x_RD.shape, weighted_h, gate_up_R2F, weight_R)
+    h_RF = _SwiGLU.apply(gate_up_R2F, weight_R, gemm, late, left if w2_EDF.requires_grad else None)
+    y_RD = _Dgrad.apply(h_RF, w2_EDF.detach(), gemm)
+    # Late: y is scaled in forward alone. SwiGLU's backward, which scales either way, would do it twice.
+    return _Join.apply(y_RD, wgrad, weight_R if late else None)
 
 
 EXPERTS: dict[str, Callable[..., Tensor]] = {"loop": loop, "grouped_mm": grouped_mm}
@@ -92,7 +103,9 @@ EXPERTS: dict[str, Callable[..., Tensor]] = {"loop": loop, "grouped_mm": grouped
 
 def grouped_mm_problem(device: str, dtype: torch.dtype, width: int, hidden: int) -> str | None:
     """Why `grouped_mm` cannot compute this, or None."""
-    if dtype == torch.float64 or (dtype == torch.float32 and device != "cpu"):
+    if device == "cpu":
+        return None
+    if dtype.itemsize > 2:
         return f"torch._grouped_mm has no {dtype} kernel on {device}"
     multiple = 16 // dtype.itemsize
     if width % multiple or hidden % multiple:
@@ -101,60 +114,123 @@ def grouped_mm_problem(device: str, dtype: torch.dtype, width: int, hidden: int)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Grouped GEMM: for each expert y = x w^T (forward), y = x w (dgrad), y^T x (wgrad)
+
+
+class _GroupedGemm:
+    """By torch._grouped_mm, without a host sync."""
+
+    def __init__(self, counts_E: Tensor) -> None:
+        self.offsets_E = torch.cumsum(counts_E, dim=0, dtype=torch.int32)
+
+    def forward(self, x_RI: Tensor, w_EOI: Tensor) -> Tensor:
+        return torch._grouped_mm(x_RI, w_EOI.transpose(1, 2), offs=self.offsets_E)
+
+    def dgrad(self, grad_RO: Tensor, w_EOI: Tensor) -> Tensor:
+        return torch._grouped_mm(grad_RO, w_EOI, offs=self.offsets_E)
+
+    def wgrad(self, grad_RO: Tensor, x_RI: Tensor) -> Tensor:
+        return torch._grouped_mm(grad_RO.t(), x_RI, offs=self.offsets_E)
+
+    def blocks(self, width: int) -> list[slice]:
+        """Rows for SwiGLU: all of them, because the host does not know where the last slab ends."""
+        return [slice(None)]
+
+
+class _PiecewiseGemm:
+    """On a CPU, where torch._grouped_mm is a loop over slabs too, but one that meets new numbers of rows for ever."""
+
+    def __init__(self, counts_E: Tensor) -> None:
+        self.counts = counts_E.tolist()
+        self.rows = sum(self.counts)
+        self.pieces: list[tuple[int, slice]] = []
+        start = 0
+        for expert, count in enumerate(self.counts):
+            end = start + count
+            while start < end:
+                size = next((size for size in CPU_PIECES if size <= end - start), end - start)
+                self.pieces.append((expert, slice(start, start + size)))
+                start += size
+
+    def forward(self, x_RI: Tensor, w_EOI: Tensor) -> Tensor:
+        return self.dgrad(x_RI, w_EOI.transpose(1, 2))
+
+    def dgrad(self, grad_RO: Tensor, w_EOI: Tensor) -> Tensor:
+        out_RI = grad_RO.new_empty(grad_RO.shape[0], w_EOI.shape[2])
+        for expert, rows in self.pieces:
+            torch.mm(grad_RO[rows], w_EOI[expert], out=out_RI[rows])
+        return out_RI
+
+    def wgrad(self, grad_RO: Tensor, x_RI: Tensor) -> Tensor:
+        grad_EOI = grad_RO.new_empty(len(self.counts), grad_RO.shape[1], x_RI.shape[1])
+        begun = -1
+        for expert, rows in self.pieces:
+            if expert == begun:
+                grad_EOI[expert].addmm_(grad_RO[rows].t(), x_RI[rows])
+            else:
+                torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_EOI[expert])
+            begun = expert
+        for expert, count in enumerate(self.counts):
+            if count == 0:
+                grad_EOI[expert].zero_()
+        return grad_EOI
+
+    def blocks(self, width: int) -> list[slice]:
+        """Rows for SwiGLU: cache-sized blocks up to the last slab's end."""
+        step = max(1, CPU_BLOCK_ELEMENTS // width)
+        return [slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # A grouped linear map with dgrad and wgrad apart
 
 
-def _linear(
-    x_RI: Tensor,
-    w_EOI: Tensor,
-    offsets_E: Tensor,
-    again: Callable[..., Tensor] | None,
-    *kept: Tensor,
-    scale_R: Tensor | None = None,
-) -> Tensor:
-    """y = x w^T for each slab. What backward keeps for the wgrad is `kept`, from which `again` makes its x.
+def _linear(gemm: _GroupedGemm | _PiecewiseGemm, x_RI: Tensor, w_EOI: Tensor, source: Source | None) -> Tensor:
+    """y = x w^T for each slab, as three nodes:
 
                     y         backward of _Join hands dy to both
                   /   \\
           _Dgrad(x)   _Wgrad(w)       neither knows the other's input
 
-    With `scale_R` the rows of y are scaled, forward only: the caller's gradients already hold the scale.
+    The wgrad keeps x, or what `source` makes it of.
     """
-    y_RO = _Dgrad.apply(x_RI, w_EOI.detach(), offsets_E)
-    if not w_EOI.requires_grad:
-        return _Join.apply(y_RO, y_RO.new_zeros(()), scale_R)
-    wgrad = _Wgrad.apply(w_EOI, offsets_E, y_RO.shape, again, *(tensor.detach() for tensor in kept))
-    return _Join.apply(y_RO, wgrad, scale_R)
+    y_RO = _Dgrad.apply(x_RI, w_EOI.detach(), gemm)
+    if source is None:
+        return _Join.apply(y_RO, _wgrad_node(gemm, w_EOI, y_RO.shape, None, x_RI), None)
+    return _Join.apply(y_RO, _wgrad_node(gemm, w_EOI, y_RO.shape, source.gather, source.x_TD), None)
+
+
+def _wgrad_node(gemm, w_EOI: Tensor, shape: torch.Size, again: Callable[..., Tensor] | None, *kept: Tensor) -> Tensor:
+    """The weight's part of y: a stand-in of its shape without memory. `again` makes the GEMM's input of `kept`."""
+    return _Wgrad.apply(w_EOI, gemm, shape, again, *(tensor.detach() for tensor in kept))
 
 
 class _Dgrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RI, w_EOI, offsets_E):
-        ctx.save_for_backward(w_EOI, offsets_E)
-        return torch._grouped_mm(x_RI, w_EOI.transpose(1, 2), offs=offsets_E)
+    def forward(ctx, x_RI, w_EOI, gemm):
+        ctx.gemm = gemm
+        ctx.save_for_backward(w_EOI)
+        return gemm.forward(x_RI, w_EOI)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RO):  # type: ignore[override]
-        w_EOI, offsets_E = ctx.saved_tensors
-        return torch._grouped_mm(grad_RO, w_EOI, offs=offsets_E), None, None
+        return ctx.gemm.dgrad(grad_RO, *ctx.saved_tensors), None, None
 
 
 class _Wgrad(torch.autograd.Function):
-    """A stand-in for y without memory, whose gradient makes the weight's."""
-
     @staticmethod
-    def forward(ctx, w_EOI, offsets_E, shape, again, *kept):
-        ctx.again = again
-        ctx.save_for_backward(offsets_E, *kept)
+    def forward(ctx, w_EOI, gemm, shape, again, *kept):
+        ctx.gemm, ctx.again = gemm, again
+        ctx.save_for_backward(*kept)
         return w_EOI.new_zeros(()).expand(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RO):  # type: ignore[override]
-        offsets_E, *kept = ctx.saved_tensors
+        kept = ctx.saved_tensors
         x_RI = kept[0] if ctx.again is None else ctx.again(*kept)
-        return torch._grouped_mm(grad_RO.t(), x_RI, offs=offsets_E), *(None,) * (3 + len(kept))
+        return ctx.gemm.wgrad(grad_RO, x_RI), *(None,) * (3 + len(kept))
 
 
 class _Join(torch.autograd.Function):
@@ -175,50 +251,48 @@ class _Join(torch.autograd.Function):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up_R2F, weight_R, offsets_E, late):
-        ctx.save_for_backward(gate_up_R2F, weight_R, offsets_E)
-        return swiglu(gate_up_R2F, None if late else weight_R, offsets_E)
+    def forward(ctx, gate_up_R2F, weight_R, gemm, late, left):
+        ctx.gemm, ctx.left = gemm, left
+        ctx.save_for_backward(gate_up_R2F, weight_R)
+        return swiglu(gate_up_R2F, None if late else weight_R, gemm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RF):  # type: ignore[override]
-        return *swiglu_backward(grad_RF, *ctx.saved_tensors), None, None
+        h_RF = None if ctx.left is None else torch.empty_like(grad_RF)
+        grads = swiglu_backward(grad_RF, *ctx.saved_tensors, ctx.gemm, h_RF)
+        if h_RF is not None:
+            ctx.left[:] = [h_RF]
+        return *grads, None, None, None
 
 
-def swiglu(gate_up_R2F: Tensor, weight_R: Tensor | None, offsets_E: Tensor) -> Tensor:
+def swiglu(gate_up_R2F: Tensor, weight_R: Tensor | None, gemm) -> Tensor:
     """silu(gate) * up (* weight), computed in fp32 and rounded once."""
     h_RF = gate_up_R2F.new_empty(gate_up_R2F.shape[0], gate_up_R2F.shape[1] // 2)
-    for rows in _blocks(gate_up_R2F, offsets_E):
+    for rows in gemm.blocks(gate_up_R2F.shape[1] // 2):
         gate, up = _split(gate_up_R2F[rows])
         h = F.silu(gate).mul_(up)
         h_RF[rows] = h if weight_R is None else h.mul_(weight_R[rows, None])
     return h_RF
 
 
-def swiglu_backward(grad_RF: Tensor, gate_up_R2F: Tensor, weight_R: Tensor, offsets_E: Tensor):
-    """Gradients of gate_up_R2F and weight_R, given that of weight * silu(gate) * up."""
+def swiglu_backward(grad_RF: Tensor, gate_up_R2F: Tensor, weight_R: Tensor, gemm, h_RF: Tensor | None = None):
+    """Gradients of gate_up_R2F and weight_R, given that of h = weight * silu(gate) * up; h itself goes to `h_RF`."""
     grad_gate_up_R2F, grad_weight_R = torch.empty_like(gate_up_R2F), torch.empty_like(weight_R)
     dtype = gate_up_R2F.dtype
-    for rows in _blocks(gate_up_R2F, offsets_E):
+    for rows in gemm.blocks(gate_up_R2F.shape[1] // 2):
         gate, up = _split(gate_up_R2F[rows])
         grad = grad_RF[rows].to(gate.dtype)
         silu = F.silu(gate)
-        grad_weight_R[rows] = (silu * up).mul_(grad).sum(-1)
-        grad = grad * weight_R[rows, None]
+        h, weight = silu * up, weight_R[rows, None]
+        grad_weight_R[rows] = (h * grad).sum(-1)
+        if h_RF is not None:
+            h_RF[rows] = h.mul_(weight)
+        grad = grad * weight
         pair = grad_gate_up_R2F[rows].unflatten(1, (-1, 2))
         pair[..., 1] = silu.mul_(grad).to(dtype)  # rounding first makes the strided copy twice as fast
         pair[..., 0] = torch.ops.aten.silu_backward(grad.mul_(up), gate).to(dtype)
     return grad_gate_up_R2F, grad_weight_R
-
-
-def _blocks(gate_up_R2F: Tensor, offsets_E: Tensor) -> list[slice]:
-    """The rows in pieces: on a CPU cache-sized ones up to the last slab's end, elsewhere all of them at once, because
-    the host does not know where the last slab ends."""
-    if gate_up_R2F.device.type != "cpu":
-        return [slice(None)]
-    step = max(1, CPU_BLOCK_ELEMENTS * 2 // gate_up_R2F.shape[1])
-    total = int(offsets_E[-1])
-    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 
 def _split(gate_up_R2F: Tensor) -> tuple[Tensor, Tensor]:
