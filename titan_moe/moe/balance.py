@@ -78,21 +78,23 @@ def balanced_random_ids(tokens: int, top_k: int, num_experts: int, groups: int, 
     Tokens in random order take the next `kept` groups of a random cycle of groups, and from each the next experts of
     a random cycle of its experts.
     """
-    n, tokens_of = num_experts // groups, torch.randperm(tokens, device=device)
-    slots = torch.arange(tokens * kept, device=device).view(tokens, kept)
-    group_TM = torch.randperm(groups, device=device)[slots % groups]
-    share_M = torch.full((kept,), top_k // kept, device=device)
-    share_M[: top_k % kept] += 1
+    n, order_T = num_experts // groups, torch.randperm(tokens, device=device)
+    slot_TM = torch.arange(tokens * kept, device=device).view(tokens, kept)
+    group_TM = torch.randperm(groups, device=device)[slot_TM % groups]
+    # K experts over the token's groups; who gets one more than the others changes with each turn of the cycle.
+    turn_T1 = slot_TM[:, :1] // groups
+    more_TM = (torch.arange(kept, device=device) + turn_T1) % kept < top_k % kept
+    share_TM = top_k // kept + more_TM.long()
     # How many experts of its group the slots before this one took: slots of one group are `groups` apart.
-    taken = share_M.repeat(tokens)
-    taken = torch.nn.functional.pad(taken, (0, -len(taken) % groups)).view(-1, groups)
-    first_TM = (taken.cumsum(0) - taken).flatten()[: tokens * kept].view(tokens, kept)
-    order_Gn = torch.rand(groups, n, device=device).argsort(1)
-    slot_K = torch.repeat_interleave(torch.arange(kept, device=device), share_M, output_size=top_k)
-    place_K = torch.arange(top_k, device=device) - (share_M.cumsum(0) - share_M)[slot_K]
-    group_TK = group_TM[:, slot_K]
-    ids_TK = group_TK * n + order_Gn[group_TK, (first_TM[:, slot_K] + place_K) % n]
-    return torch.empty_like(ids_TK).index_copy_(0, tokens_of, ids_TK)
+    turns = torch.nn.functional.pad(share_TM.flatten(), (0, -tokens * kept % groups)).view(-1, groups)
+    taken_TM = (turns.cumsum(0) - turns).flatten()[: tokens * kept].view(tokens, kept)
+    end_TM = share_TM.cumsum(1)
+    k_TK = torch.arange(top_k, device=device).expand(tokens, top_k).contiguous()
+    m_TK = torch.searchsorted(end_TM, k_TK, right=True)
+    group_TK = group_TM.gather(1, m_TK)
+    place_TK = (taken_TM - end_TM + share_TM).gather(1, m_TK) + k_TK
+    ids_TK = group_TK * n + torch.rand(groups, n, device=device).argsort(1)[group_TK, place_TK % n]
+    return torch.empty_like(ids_TK).index_copy_(0, order_T, ids_TK)
 
 
 class LoadBalancer:
