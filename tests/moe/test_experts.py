@@ -1,11 +1,11 @@
 """Experts backends against a float64 loop over single rows: outputs and every gradient, whatever the slabs."""
 
 import pytest
-import titan_moe.runtime  # noqa: F401
 import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+import titan_moe.runtime  # noqa: F401
 from titan_moe.moe import experts
 from titan_moe.moe.experts import EXPERTS, Source
 from titan_moe.moe.layer import choose_dispatcher, choose_experts
