@@ -21,7 +21,7 @@ import torch.distributed as dist
 from titan_moe import runtime  # isort: skip - before anything of torchtitan: it tells torchtitan about CPUs
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.spmd_types import annotate_input_spmd_types
@@ -35,8 +35,7 @@ from titan_moe.config import Config
 from titan_moe.data import PackedDataLoader, build_dataloaders
 from titan_moe.metrics import Metrics
 from titan_moe.model import attention_masks, build_model, init_weights
-from titan_moe.moe.balance import LoadBalancer
-from titan_moe.optimizer import apply_hyperparameters, build_lr_schedulers, build_optimizers
+from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
 from titan_moe.tokenizer import build_tokenizer
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # {"input": [B, L], "positions": [B, L]}, labels [B, L]
@@ -52,13 +51,12 @@ class Run:
     accumulation_steps: int
     model: DeepSeekV3Model
     loss_fn: BaseLoss
-    optimizers: OptimizersContainer
+    optimizers: Optimizers
     lr_schedulers: LRSchedulersContainer
     dataloader: PackedDataLoader
     validation_dataloader: PackedDataLoader | None
     checkpointer: CheckpointManager
     metrics: Metrics
-    balancer: LoadBalancer
     progress: Progress
     spmd_context: dist_utils.SpmdContext
 
@@ -104,7 +102,7 @@ def build(config: Config) -> Run:
 
     # 7) loss, optimizer, schedule
     loss_fn = parallel.build_loss(config, model)
-    optimizers, balancer = build_optimizers(config, model, parallel_dims)
+    optimizers = build_optimizers(config, model, parallel_dims)
     lr_schedulers = build_lr_schedulers(config, optimizers)
 
     # 8) checkpoint: resumes, or starts from other weights, or does nothing
@@ -149,7 +147,6 @@ def build(config: Config) -> Run:
         validation_dataloader=validation_dataloader,
         checkpointer=checkpointer,
         metrics=metrics,
-        balancer=balancer,
         progress=progress,
         spmd_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims),
     )
@@ -250,9 +247,9 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
             max_loss=dist_utils.dist_max(mean_on_rank, loss_mesh),
             grad_norm=float(grad_norm),
             lr=lr,
+            **run.optimizers.balancer.statistics(),
             tokens_seen=run.progress.tokens_seen,
             validation_loss=validation_loss,
-            **run.balancer.statistics(),
         )
 
 

@@ -18,11 +18,13 @@ NO_WEIGHT_DECAY = r"norm\.weight$|\.bias$"
 
 class Optimizers(OptimizersContainer):
     """torchtitan's container, whose state has torchtitan's parameter names, like the weights: a checkpoint does not
-    show that gate and up are one parameter."""
+    show that gate and up are one parameter. `balancer` moves the router biases before each step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
         pass
+
+    balancer: LoadBalancer
 
     def state_dict(self) -> dict[str, Any]:
         return to_stock_names(super().state_dict())
@@ -31,10 +33,8 @@ class Optimizers(OptimizersContainer):
         super().load_state_dict(to_stored_names(state_dict))
 
 
-def build_optimizers(
-    config: Config, model: nn.Module, parallel_dims: ParallelDims
-) -> tuple[OptimizersContainer, LoadBalancer]:
-    """Two parameter groups, without and with weight decay, and what moves the router biases before each step."""
+def build_optimizers(config: Config, model: nn.Module, parallel_dims: ParallelDims) -> Optimizers:
+    """Two parameter groups, without and with weight decay, and the balancer of the MoE layers."""
     o = config.optimizer
     shared = {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.eps}
     groups = [
@@ -46,9 +46,9 @@ def build_optimizers(
     if parallel_dims.ep_enabled and parallel_dims.tp > 1:
         meshes.append(parallel_dims.get_optional_mesh("tp"))  # with EP, ranks along TP route different tokens
     groups = [mesh.get_group() for mesh in meshes if mesh is not None]
-    balancer = LoadBalancer(moe_layers(model), groups, centred=config.moe.load_balance_centred)
-    optimizers.register_step_pre_hook(balancer.step)
-    return optimizers, balancer
+    optimizers.balancer = LoadBalancer(moe_layers(model), groups, centred=config.moe.load_balance_centred)
+    optimizers.register_step_pre_hook(optimizers.balancer.step)
+    return optimizers
 
 
 def build_lr_schedulers(config: Config, optimizers: OptimizersContainer) -> LRSchedulersContainer:
