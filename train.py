@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.spmd_types import annotate_input_spmd_types
@@ -37,7 +37,7 @@ from titan_moe.config import Config
 from titan_moe.data import PackedDataLoader, build_dataloaders
 from titan_moe.metrics import Metrics
 from titan_moe.model import attention_masks, build_model, init_weights
-from titan_moe.optimizer import apply_hyperparameters, build_lr_schedulers, build_optimizers
+from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
 from titan_moe.tokenizer import build_tokenizer
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # {"input": [B, L], "positions": [B, L]}, labels [B, L]
@@ -53,7 +53,7 @@ class Run:
     accumulation_steps: int
     model: DeepSeekV3Model
     loss_fn: BaseLoss
-    optimizers: OptimizersContainer
+    optimizers: Optimizers
     lr_schedulers: LRSchedulersContainer
     dataloader: PackedDataLoader
     validation_dataloader: PackedDataLoader | None
@@ -129,6 +129,8 @@ def build(config: Config) -> Run:
     logger.info(f"Run folder {folder}, attempt {attempt}; device {metrics.memory.device_name}, peak {peak}")
     logger.info(f"Model {config.model.name} {config.model.flavor}: {total:,} parameters, {active:,} active per token")
     logger.info(f"Parameters {t.dtype}, compute {t.mixed_precision_param}, reduction {t.mixed_precision_reduce}")
+    for line in parallel.moe_report(config, parallel_dims):
+        logger.info(line)
     logger.info(
         f"Tokens per step: {t.local_batch_size} sequences x {t.seq_len} tokens x {dp_degree} data-parallel ranks x "
         f"{accumulation_steps} microbatches = {tokens_per_step:,}, {tokens_per_step * t.steps:,} in {t.steps} steps"
@@ -247,6 +249,7 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
             max_loss=max_loss,
             grad_norm=float(grad_norm),
             lr=lr,
+            **run.optimizers.balancer.statistics(),
             tokens_seen=run.progress.tokens_seen,
             validation_loss=validation_loss,
         )

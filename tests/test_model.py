@@ -1,6 +1,7 @@
 """Our nodes in torchtitan's tree, weights drawn by whole parameters, and what is built from the model."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ import torch.nn.functional as F
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.flavors import FLAVORS
-from titan_moe.model import DenseAttention, RouterGate, _init_slice, attention_masks, build_model, init_weights
+from titan_moe.model import DenseAttention, _init_slice, attention_masks, build_model, init_weights
+from titan_moe.moe.layer import RouterGate
 from titan_moe.optimizer import NO_WEIGHT_DECAY, apply_hyperparameters, build_lr_schedulers, build_optimizers
 from titan_moe.parallel import total_and_active_parameters
+
+ONE_RANK = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False, tp=1)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +100,7 @@ def test_parameter_counts_are_the_published_ones(name, total, active):
 
 
 def test_norms_and_biases_have_no_weight_decay(config, model):
-    optimizers = build_optimizers(config, model, parallel_dims=None)
+    optimizers = build_optimizers(config, model, ONE_RANK)
     (optimizer,) = optimizers
     plain, decayed = optimizer.param_groups
     assert plain["weight_decay"] == 0 and decayed["weight_decay"] == 0.1
@@ -108,7 +112,7 @@ def test_norms_and_biases_have_no_weight_decay(config, model):
 
 def rates(config: Config, model, steps: int) -> list[float]:
     config.training.steps = steps
-    optimizers = build_optimizers(config, model, parallel_dims=None)
+    optimizers = build_optimizers(config, model, ONE_RANK)
     schedulers = build_lr_schedulers(config, optimizers)
     seen = []
     for _ in range(steps):
@@ -135,11 +139,11 @@ def test_schedules(model):
 def test_a_resumed_run_follows_its_configuration(config, model, saved_decay):
     """Not the rates saved with the optimizer: the first step after a resume already has the new schedule's."""
     config.optimizer.lr, config.optimizer.weight_decay = 1e-3, saved_decay
-    optimizers = build_optimizers(config, model, parallel_dims=None)
+    optimizers = build_optimizers(config, model, ONE_RANK)
     schedulers = build_lr_schedulers(config, optimizers)
     saved_optimizer, saved_schedule = optimizers.state_dict(), {"last_epoch": 300}
     config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.beta2 = 5e-4, 0.3, 0.99
-    resumed = build_optimizers(config, model, parallel_dims=None)
+    resumed = build_optimizers(config, model, ONE_RANK)
     schedulers = build_lr_schedulers(config, resumed)
     resumed.load_state_dict(saved_optimizer)
     schedulers.load_state_dict(saved_schedule)

@@ -112,8 +112,46 @@ class Model:
 
 @dataclass(kw_only=True)
 class MoE:
+    dispatcher: Literal["auto", "local", "alltoall", "dedup"] = "auto"
+    """How tokens reach their experts: "alltoall" sends a copy per expert, "dedup" one per rank; "local" for one
+    expert-parallel rank. Transformer Engine's, DeepEP's and HybridEP's are not built in yet"""
+
+    experts: Literal["auto", "loop", "grouped_mm"] = "auto"
+    """What computes the experts; "loop" is slow and readable, and takes any number type"""
+
+    weighting: Literal["early", "late"] = "early"
+    """Where the routing weight is multiplied in: "early" inside the expert, "late" on its output"""
+
+    ranks_per_node: int | None = None
+    """With "dedup": a token crosses to each node of so many ranks once and fans out inside it; unset: it is sent to
+    each rank"""
+
+    capacity_factor: float | None = None
+    """Each (rank, expert) pair keeps at most factor x tokens x K / E copies and drops the rest; unset: nothing is
+    dropped. Losses then depend on how many ranks there are"""
+
+    drop_policy: Literal["probs", "position"] = "probs"
+    """Which copies are dropped: those of lowest routing weight, or of the last tokens"""
+
+    redispatch: bool = False
+    """Under activation checkpointing, send tokens to their experts again in backward, instead of keeping what was
+    received: less memory, more traffic"""
+
     load_balance_coeff: float = 1e-3
     """Step of the auxiliary-loss-free router bias per optimizer step (arXiv 2408.15664); 0: no bias"""
+
+    load_balance_centred: bool = False
+    """Take the mean off each change of the bias, as torchtitan does"""
+
+    sequence_loss_coeff: float = 0.0
+    """Weight of the sequence-wise auxiliary loss; DeepSeek-V3 has 1e-4. 0: off, as in torchtitan"""
+
+    z_loss_coeff: float = 0.0
+    """Weight of the router z-loss; 0: off"""
+
+    force_balance: Literal["none", "round_robin", "balanced_random"] = "none"
+    """Ignore the router's choice and spread tokens evenly, for benchmarks: the model does not learn to route.
+    "balanced_random" respects the expert groups"""
 
 
 @dataclass(kw_only=True)
@@ -340,7 +378,7 @@ class Debug:
     """Refuse operations that do not repeat bit for bit; slower on GPUs, where the default may use them"""
 
     moe_force_load_balance: bool = False
-    """Route tokens round-robin: for benchmarks, the model does not learn to route"""
+    """torchtitan's name for moe.force_balance = round_robin"""
 
 
 @dataclass(kw_only=True)

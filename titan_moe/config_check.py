@@ -21,19 +21,20 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "model.rope_factor model.original_seq_len training.local_batch_size training.seq_len training.steps "
         "training.gc_freq training.dataloader.prefetch_factor training.dataloader.num_shards loss.num_chunks "
         "validation.freq validation.steps parallelism.data_parallel_replicate_degree "
-        "parallelism.expert_parallel_degree checkpoint.interval metrics.log_freq comm.init_timeout_seconds "
-        "comm.train_timeout_seconds",
+        "parallelism.expert_parallel_degree moe.ranks_per_node checkpoint.interval metrics.log_freq "
+        "comm.init_timeout_seconds comm.train_timeout_seconds",
     ),
     (
         "must be at least 0",
         lambda value: value >= 0,
-        "model.q_lora_rank model.mscale moe.load_balance_coeff optimizer.weight_decay lr_scheduler.warmup_steps "
+        "model.q_lora_rank model.mscale moe.load_balance_coeff moe.sequence_loss_coeff moe.z_loss_coeff "
+        "optimizer.weight_decay lr_scheduler.warmup_steps "
         "training.dataloader.num_workers comm.trace_buf_size",
     ),
     (
         "must be greater than 0",
         lambda value: value > 0,
-        "model.route_scale optimizer.lr optimizer.eps training.max_norm",
+        "model.route_scale moe.capacity_factor optimizer.lr optimizer.eps training.max_norm",
     ),
     ("must be greater than 1", lambda value: value > 1, "model.rope_theta"),
     ("must be at least 0 and less than 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
@@ -66,6 +67,7 @@ def check(config: Config, world_size: int) -> list[str]:
     found = [*numbers.values(), *flavors.problems(flavor), *_files(config)]
     if not numbers.keys() & DIVISORS:
         found += _parallelism(config, world_size, flavor.num_experts)
+        found += _moe(config, flavor)
         found += _lengths(config, flavor.max_seq_len)
     return found
 
@@ -89,6 +91,14 @@ def gradient_accumulation_steps(config: Config, world_size: int) -> int:
         return 1
     replicate, shard = data_parallel_degree(config, world_size)
     return config.training.global_batch_size // (config.training.local_batch_size * replicate * shard)
+
+
+def sequences_per_step(config: Config, world_size: int) -> int:
+    """Sequences of one optimizer step, over all ranks and microbatches."""
+    if config.training.global_batch_size != -1:
+        return config.training.global_batch_size
+    replicate, shard = data_parallel_degree(config, world_size)
+    return config.training.local_batch_size * replicate * shard
 
 
 def _numbers(config: Config) -> dict[str, str]:
@@ -143,6 +153,40 @@ def _parallelism(config: Config, world_size: int, num_experts: int) -> list[str]
         found.append(
             f"training.global_batch_size = {batch}: must be a multiple of local_batch_size x data-parallel degree = "
             f"{local} x {replicate * shard} = {smallest}; choose {below}{above}, or -1 for the smallest"
+        )
+    return found
+
+
+def _moe(config: Config, flavor: flavors.Flavor) -> list[str]:
+    found = []
+    moe, ep = config.moe, config.parallelism.expert_parallel_degree
+    if moe.dispatcher == "local" and ep > 1:
+        found.append(
+            f'moe.dispatcher = "local": keeps every token on its rank, but parallelism.expert_parallel_degree = {ep} '
+            'spreads the experts over as many; choose "auto", "alltoall" or "dedup", or expert_parallel_degree = 1'
+        )
+    if moe.dispatcher in ("alltoall", "dedup") and ep == 1:
+        found.append(
+            f'moe.dispatcher = "{moe.dispatcher}": exchanges tokens between ranks, but expert_parallel_degree = 1; '
+            'choose "auto" or "local", or a higher expert_parallel_degree'
+        )
+    per_node = moe.ranks_per_node
+    if per_node is not None and per_node >= 1 and ep > 1 and ep % per_node:
+        found.append(
+            f"moe.ranks_per_node = {per_node}: must divide parallelism.expert_parallel_degree = {ep}; {_choices(ep)}"
+        )
+    if per_node is not None and (moe.dispatcher in ("local", "alltoall") or ep == 1):
+        found.append(
+            f"moe.ranks_per_node = {per_node}: only the dispatcher dedup sends by node, and only with an "
+            'expert_parallel_degree above 1; leave it out, or set moe.dispatcher = "dedup"'
+        )
+    multiple = 16 // {"bfloat16": 2, "float32": 4}[config.training.mixed_precision_param]
+    sizes = {"model.dim": flavor.dim, "model.moe_hidden_dim": flavor.moe_hidden_dim}
+    odd = [f"{name} = {size}" for name, size in sizes.items() if size % multiple]
+    if moe.experts == "grouped_mm" and odd:
+        found.append(
+            f'moe.experts = "grouped_mm": its rows are multiples of 16 bytes, so {" and ".join(odd)} must be a '
+            f'multiple of {multiple} in {config.training.mixed_precision_param}; change the size, or choose "loop"'
         )
     return found
 

@@ -133,7 +133,7 @@ class Metrics:
             f"{c.blue}tps: {round(record['tps']):,}  "
             f"{c.cyan}tflops: {record['tflops']:,.2f}  "
             f"{c.magenta}mfu: {mfu}{c.reset}  "
-            f"lr: {record['lr']:.2e}  data: {record['data_percent']:.1f}%  "
+            f"lr: {record['lr']:.2e}  data: {record['data_percent']:.1f}%  {_balance(record)}"
             f"{100 * step / steps:5.1f}%  eta: {_duration(eta)}"
         )
         if "validation_loss" in record:
@@ -167,6 +167,13 @@ class Metrics:
             self.file.close()
         if self.tensorboard is not None:
             self.tensorboard.close()
+
+
+def _balance(record: dict[str, Any]) -> str:
+    """Load of the heaviest expert over the mean, of the worst layer, and the share of copies dropped, if any were."""
+    found = "" if "moe_max/mean" not in record else f"moe_max/mean: {record['moe_max/mean']:.2f}  "
+    dropped = [share for key, share in record.items() if key.startswith("moe_dropped.")]
+    return found + (f"moe_dropped: {100 * sum(dropped) / len(dropped):.1f}%  " if dropped else "")
 
 
 def _duration(seconds: int) -> str:

@@ -1,19 +1,13 @@
 """From a flavor to torchtitan's DeepSeek-V3, with our nodes put in; nothing else builds models.
 
-torchtitan's model is a tree of config nodes; `build_model` makes the tree from `flavors.Flavor`, replaces four kinds of
-node, lets torchtitan set the sharding of all of them and builds the modules on the meta device:
+torchtitan's model is a tree of config nodes; `build_model` makes the tree from `flavors.Flavor`, lets torchtitan
+set the sharding of every node, replaces some of them and builds the modules on the meta device:
 
-| torchtitan's node          | ours            | why
-     |
-|----------------------------|-----------------|------------------------------------------------------------------------------|
-| FlexAttention (CPU only)   | DenseAttention  | FlexAttention has no backward on a CPU
-     |
-| router gate Linear         | RouterGate      | fp32 logits also where autocast cannot give them
-     |
-| GroupedExperts             | moe.experts     | fp32 compute must reach the experts
-     |
-| AllToAllTokenDispatcher    | moe.dispatch    | the all-to-all must work on gloo
-     |
+| torchtitan's node          | ours                       | why                                                    |
+|----------------------------|----------------------------|--------------------------------------------------------|
+| FlexAttention (CPU only)   | DenseAttention             | FlexAttention has no backward on a CPU                 |
+| MoE, RoutedExperts and     | moe.layer: FusedMoE,       | the MoE region: plan, dispatch, experts, combine; load |
+| GroupedExperts, router     | FusedRoutedExperts, ...    | counts, auxiliary losses, fp32 router logits           |
 
 `init_weights` gives every parameter the same values on every mesh: see its docstring.
 """
@@ -23,15 +17,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from titan_moe.runtime import DEVICE_TYPE
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.config.override import derive
 from torchtitan.models import deepseek_v3
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
@@ -40,9 +35,9 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_moe.config import Config
-from titan_moe.config_check import model_flavor
-from titan_moe.moe.dispatch import TokenDispatcher
-from titan_moe.moe.experts import Experts
+from titan_moe.config_check import model_flavor, sequences_per_step
+from titan_moe.moe.layer import fuse
+from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 
 # Rows drawn with one seed. A rank draws whole blocks, so a smaller one wastes less at the edge of its slice and a
 # larger one seeds less often; it is part of what the initial weights are, so it must never change.
@@ -109,16 +104,29 @@ def model_config(config: Config) -> DeepSeekV3Model.Config:
     for layer in layers:
         if DEVICE_TYPE == "cpu":
             layer.attention.inner_attention = DenseAttention.Config()
-        if layer.moe is None:
-            continue
-        experts = layer.moe.routed_experts
-        experts.inner_experts = derive(experts.inner_experts, Experts.Config)
-        experts.token_dispatcher = derive(experts.token_dispatcher, TokenDispatcher.Config)
-        layer.moe.router.gate = derive(layer.moe.router.gate, RouterGate.Config)
-        layer.moe.router._debug_force_load_balance = config.debug.moe_force_load_balance
-        layer.moe.load_balance_coeff = config.moe.load_balance_coeff or None
     set_deepseek_v3_sharding_config(tree, enable_sp=True, enable_ep=config.parallelism.expert_parallel_degree > 1)
+    for layer in layers:
+        if layer.moe is not None:
+            layer.moe.load_balance_coeff = config.moe.load_balance_coeff or None
+            layer.moe = fuse(layer.moe, **moe_settings(config))
     return tree
+
+
+def moe_settings(config: Config) -> dict[str, Any]:
+    """The [moe] section as `fuse` wants it."""
+    m = config.moe
+    return {
+        "dispatcher": m.dispatcher,
+        "experts": m.experts,
+        "weighting": m.weighting,
+        "ranks_per_node": m.ranks_per_node,
+        "capacity_factor": m.capacity_factor,
+        "drop_policy": m.drop_policy,
+        "force_balance": "round_robin" if config.debug.moe_force_load_balance else m.force_balance,
+        "sequence_loss_coeff": m.sequence_loss_coeff,
+        "z_loss_coeff": m.z_loss_coeff,
+        "sequences_per_step": sequences_per_step(config, dist.get_world_size() if dist.is_initialized() else 1),
+    }
 
 
 def build_model(config: Config) -> DeepSeekV3Model:
@@ -127,18 +135,6 @@ def build_model(config: Config) -> DeepSeekV3Model:
         model = model_config(config).build()
     model.verify_module_protocol()
     return model
-
-
-class RouterGate(Linear):
-    """The router's projection in fp32. torchtitan asks autocast for it, which a CPU ignores."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device_type=input.device.type, enabled=False):
-            return F.linear(input.float(), self.weight.float())
 
 
 class DenseAttention(Module):
@@ -195,12 +191,23 @@ def init_weights(model: DeepSeekV3Model, seed: int) -> None:
         if isinstance(module, Module) and module._param_init is not None:
             prefix = canonical_fqn(fqn)
             # A new dict per module: torchtitan shares one between all modules of a kind.
-            module._param_init = {
+            draw = {
                 name: partial(_init_slice, initializer=init, seed=seed, name=f"{prefix}.{name}")
                 for name, init in module._param_init.items()
             }
+            if FUSED in draw:
+                draw[FUSED] = partial(_init_w13, halves=[draw[GATE], draw[UP]])
+            module._param_init = draw
     with torch.no_grad():
         model.init_weights()
+
+
+def _init_w13(w13_EF2D: torch.Tensor, *, halves: list[partial]) -> None:
+    """Gate and up of the fused parameter, each as the weight that it is in torchtitan and in checkpoints."""
+    local_EF2D, (*offset_EF, _, offset_D) = _local_slice(w13_EF2D)
+    _, hidden, _, width = w13_EF2D.shape
+    for init, half in zip(halves, split_w13(local_EF2D).values()):
+        _draw(half, (*offset_EF, offset_D), (hidden, width), **init.keywords)
 
 
 def _init_slice(param: torch.Tensor, *, initializer: Callable, seed: int, name: str) -> None:
@@ -208,21 +215,34 @@ def _init_slice(param: torch.Tensor, *, initializer: Callable, seed: int, name: 
     if initializer in (nn.init.zeros_, nn.init.ones_):
         initializer(param)
         return
-    local, offset = _local_slice(param)
+    _draw(*_local_slice(param), param.shape[-2:], initializer=initializer, seed=seed, name=name)
+
+
+def _draw(
+    local: torch.Tensor,
+    offset: tuple[int, ...],
+    whole: tuple[int, ...],
+    *,
+    initializer: Callable,
+    seed: int,
+    name: str,
+) -> None:
+    """Fill `local`, which begins at `offset` in the parameter called `name`; `whole` is (rows, width) of all of it, or
+    of each expert."""
     if local.numel() == 0:
         return
-    rows, width = param.shape[-2], param.shape[-1]
+    rows, width = whole
     block_rows = max(1, INIT_BLOCK_ELEMENTS // width)
     *expert_offset, row_offset, column_offset = offset
-    local_ERC = local.view(-1, *local.shape[-2:])
+    local_ERC = local if local.ndim == 3 else local[None]
     first_expert = expert_offset[0] if expert_offset else 0
     last_row = row_offset + local.shape[-2]
     for e, local_RC in enumerate(local_ERC, start=first_expert):
         for block in range(row_offset // block_rows, math.ceil(last_row / block_rows)):
             start, end = block * block_rows, min((block + 1) * block_rows, rows)
             digest = hashlib.blake2b(f"{seed}/{name}/{e}/{block}".encode(), digest_size=8).digest()
-            generator = torch.Generator(param.device).manual_seed(int.from_bytes(digest, "little") >> 1)
-            drawn = torch.empty(end - start, width, device=param.device)  # fp32 also for bf16 parameters
+            generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+            drawn = torch.empty(end - start, width, device=local.device)  # fp32 also for bf16 parameters
             initializer(drawn, generator=generator)
             lo, hi = max(start, row_offset), min(end, last_row)
             columns = slice(column_offset, column_offset + local.shape[-1])
@@ -233,7 +253,7 @@ def _local_slice(param: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """This rank's part of `param` as a plain tensor, and where it begins in the whole along each dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    assert 2 <= param.ndim <= 3, f"{tuple(param.shape)}: no rule for a random parameter of {param.ndim} dimensions"
+    assert 2 <= param.ndim <= 4, f"{tuple(param.shape)}: no rule for a random parameter of {param.ndim} dimensions"
     if not isinstance(param, DTensor):
         return param, (0,) * param.ndim
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)

@@ -1,35 +1,55 @@
 """Optimizer and learning-rate schedule through torchtitan's containers."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import titan_moe.runtime  # noqa: F401
 
 from torch import nn
-from torchtitan.components.optimizer import (
-    LRSchedulersContainer,
-    OptimizersContainer,
-    ParamGroupConfig,
-    register_moe_load_balancing_hook,
-)
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed import ParallelDims
 
 from titan_moe.config import Config
+from titan_moe.moe.balance import LoadBalancer
+from titan_moe.moe.layer import moe_layers
+from titan_moe.moe.names import to_stock_names, to_stored_names
 
 # Norm gains and biases. The router bias is a buffer, moved by the balancing hook alone.
 NO_WEIGHT_DECAY = r"norm\.weight$|\.bias$"
 
 
-def build_optimizers(config: Config, model: nn.Module, parallel_dims: ParallelDims) -> OptimizersContainer:
-    """Two parameter groups, without and with weight decay, and the hook that moves the router biases before each
-    step."""
+class Optimizers(OptimizersContainer):
+    """torchtitan's container, whose state has torchtitan's parameter names, like the weights: a checkpoint does not
+    show that gate and up are one parameter. `balancer` moves the router biases before each step."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        pass
+
+    balancer: LoadBalancer
+
+    def state_dict(self) -> dict[str, Any]:
+        return to_stock_names(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(to_stored_names(state_dict))
+
+
+def build_optimizers(config: Config, model: nn.Module, parallel_dims: ParallelDims) -> Optimizers:
+    """Two parameter groups, without and with weight decay, and the balancer of the MoE layers."""
     o = config.optimizer
     shared = {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.eps}
     groups = [
         ParamGroupConfig(pattern=pattern, optimizer_name=o.name, optimizer_kwargs={**shared, "weight_decay": decay})
         for pattern, decay in ((NO_WEIGHT_DECAY, 0.0), (".", o.weight_decay))
     ]
-    optimizers = OptimizersContainer.Config(param_groups=groups, implementation=o.implementation).build(
-        model_parts=[model]
-    )
-    register_moe_load_balancing_hook(optimizers, [model], parallel_dims)
+    optimizers = Optimizers.Config(param_groups=groups, implementation=o.implementation).build(model_parts=[model])
+    meshes = [parallel_dims.get_optional_mesh("loss")]
+    if parallel_dims.ep_enabled and parallel_dims.tp > 1:
+        meshes.append(parallel_dims.get_optional_mesh("tp"))  # with EP, ranks along TP route different tokens
+    groups = [mesh.get_group() for mesh in meshes if mesh is not None]
+    optimizers.balancer = LoadBalancer(moe_layers(model), groups, centred=config.moe.load_balance_centred)
+    optimizers.register_step_pre_hook(optimizers.balancer.step)
     return optimizers
 
 

@@ -1,15 +1,26 @@
-"""Parallelism: calls into torchtitan, plus what makes gradient accumulation cheap.
+"""Parallelism: calls into torchtitan, plus what makes gradient accumulation and recompute cheap.
 
-Order matters and is torchtitan's: shardings declared in the config tree, activation checkpointing, compile, FSDP2.
+Order matters and is torchtitan's: shardings declared in the config tree, activation checkpointing, FSDP2, compile.
+
+Activation checkpointing repeats a block's forward inside backward, and token dispatch is what must not be repeated: the
+plan costs a host sync and an exchange of counts, the rows cost the wire. Both are ops (moe/dispatch.py), so that
+torchtitan's policies, which save by op, can keep what they return; recompute stops early, before combine, because
+nothing after it is needed again. `moe.redispatch` trades the kept rows back for traffic; the plan stays kept.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
-from titan_moe.runtime import prepare_for_backend
+from titan_moe.runtime import DEVICE_TYPE, prepare_for_backend
 
+import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -17,11 +28,19 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, parallelize_deepseekv3
 
 from titan_moe.config import Config
+from titan_moe.config_check import model_flavor
+from titan_moe.moe.dispatch import PLAN_OPS
+from titan_moe.moe.layer import choose_dispatcher, choose_experts
 
 
 def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims) -> None:
     """Shard, checkpoint and compile the meta-device model in place, as configured."""
-    checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    redispatch = config.moe.redispatch
+    checkpointing = {
+        "none": None,
+        "selective": SelectiveCheckpointing.Config(redispatch=redispatch),
+        "full": FullCheckpointing.Config(redispatch=redispatch),
+    }
     parallelize_deepseekv3(
         model,
         parallel_dims=parallel_dims,
@@ -30,11 +49,59 @@ def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelD
             mixed_precision_reduce=config.training.mixed_precision_reduce,
         ),
         parallelism=ParallelismConfig(fsdp_reshard_after_forward=config.parallelism.fsdp_reshard_after_forward),
-        compile_config=compile_config(config),
+        compile_config=CompileConfig(enable=False),  # below: torchtitan's wants whole blocks as one graph
         ac_config=checkpointing[config.activation_checkpoint.mode],
         dump_folder="",
     )
     prepare_for_backend(model)
+    if config.compile.enable and "model" in config.compile.components:
+        for block in model.layers.values():
+            block.compile(backend=config.compile.backend)  # breaks the graph around the MoE region, which stays eager
+
+
+def kept_ops(redispatch: bool) -> set:
+    """What no recompute repeats: the router's choice, which could fall differently on ties, the plan, the rows."""
+    return {
+        torch.ops.aten.topk.default,
+        *PLAN_OPS,
+        *(() if redispatch else (torch.ops.titan_moe.dispatch_rows.default,)),
+    }
+
+
+class SelectiveCheckpointing(SelectiveAC):
+    """torchtitan's selective recompute, which also keeps `kept_ops` and stops when it has all that it needs."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        redispatch: bool = False
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() | kept_ops(cast("SelectiveCheckpointing.Config", self.config).redispatch)
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        wrapped = super()._wrap_block(module, base_fqn=base_fqn)
+        assert isinstance(wrapped, CheckpointWrapper)
+        wrapped.checkpoint_fn = partial(wrapped.checkpoint_fn, early_stop=True)
+        return wrapped
+
+
+class FullCheckpointing(FullAC):
+    """Recompute of whole blocks except for `kept_ops`, until it has all that it needs."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FullAC.Config):
+        redispatch: bool = False
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        ops = list(kept_ops(cast("FullCheckpointing.Config", self.config).redispatch))
+        return checkpoint_wrapper(
+            module,
+            context_fn=partial(create_selective_checkpoint_contexts, ops),
+            preserve_rng_state=self.config.preserve_rng_state,
+            determinism_check=self.config.determinism_check,
+            early_stop=True,
+            debug=self.config.debug,
+        )
 
 
 def build_loss(config: Config, model: DeepSeekV3Model) -> BaseLoss:
@@ -73,6 +140,29 @@ def gradient_sync(model: DeepSeekV3Model, enabled: bool) -> Iterator[None]:
         yield
     finally:
         del head.set_requires_gradient_sync
+
+
+def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
+    """What the start-up report says about the MoE region: the choices, each with its reason."""
+    flavor, m, ep = model_flavor(config), config.moe, parallel_dims.ep
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    dispatcher, why = choose_dispatcher(m.dispatcher, ep)
+    experts, reason = choose_experts(m.experts, DEVICE_TYPE, dtype, flavor.dim, flavor.moe_hidden_dim)
+    lines = [f"MoE: dispatcher {dispatcher} ({why}); experts {experts} ({reason}), weighting {m.weighting}"]
+    if m.capacity_factor is not None:
+        lines.append(f"MoE: capacity factor {m.capacity_factor} drops by {m.drop_policy}; dropped copies are reported")
+    forced = "round_robin" if config.debug.moe_force_load_balance else m.force_balance
+    if forced != "none":
+        lines.append(f"MoE: routing is forced ({forced}): the model does not learn to route")
+    if ep > 1 and config.activation_checkpoint.mode != "none":
+        copies = config.training.local_batch_size * config.training.seq_len * flavor.top_k
+        kept = copies * flavor.dim * dtype.itemsize / 2**20
+        what = "sent again in backward" if m.redispatch else "kept for backward"
+        lines.append(
+            f"MoE: received rows are {what}: up to {kept:,.1f} MiB per layer and microbatch at an even load, against "
+            f"{kept / flavor.top_k:,.1f} MiB of block input (moe.redispatch)"
+        )
+    return lines
 
 
 def total_and_active_parameters(model: nn.Module, top_k: int, num_experts: int) -> tuple[int, int]:

@@ -8,6 +8,10 @@ from tests.distributed.harness import Case
 
 BIAS_OFF = "--moe.load_balance_coeff=0"
 EP2 = "--parallelism.expert_parallel_degree=2"
+EP4 = "--parallelism.expert_parallel_degree=4"
+FULL, SELECTIVE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=selective"
+ALLTOALL, DEDUP, LOOP = "--moe.dispatcher=alltoall", "--moe.dispatcher=dedup", "--moe.experts=loop"
+LOSSES = ["--moe.sequence_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"]  # large, to be seen in fp32
 HSDP2 = "--parallelism.data_parallel_replicate_degree=2"
 # With two experts on four ranks FSDP has no whole expert left to hand out, so it cuts them along F, as at 1,024 GPUs.
 TWO_EXPERTS = [
@@ -27,6 +31,9 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
             "one_rank_no_bias": [BIAS_OFF],
             "one_rank_two_experts": TWO_EXPERTS,
             "one_rank_whole_batch": ["--training.local_batch_size=8"],
+            "one_rank_loop": [LOOP, FULL],
+            "one_rank_losses": LOSSES,
+            "one_rank_drops": ["--moe.capacity_factor=1.0", "--training.steps=2"],
             "one_rank_seed": SEED_ONLY,
             "golden": ["--training.steps=10"],
             "repeat": ["--training.mixed_precision_param=bfloat16"],
@@ -44,7 +51,13 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
             "fsdp2_no_bias": [BIAS_OFF, "--loss.num_chunks=1"],
             "fsdp2_ep2": [EP2],
             "fsdp2_ep2_no_bias": [EP2, BIAS_OFF],
-            "fsdp2_ep2_full": [EP2, "--activation_checkpoint.mode=full"],
+            "fsdp2_ep2_full": [EP2, FULL],
+            "fsdp2_ep2_selective": [EP2, SELECTIVE, "--moe.weighting=late"],
+            "fsdp2_ep2_alltoall": [EP2, ALLTOALL, LOOP],
+            "fsdp2_ep2_alltoall_full": [EP2, ALLTOALL, FULL],
+            "fsdp2_ep2_alltoall_selective": [EP2, ALLTOALL, SELECTIVE],
+            "fsdp2_ep2_alltoall_redispatch": [EP2, ALLTOALL, FULL, "--moe.redispatch"],
+            "fsdp2_ep2_losses": [EP2, FULL, *LOSSES],
             "fsdp2_whole_batch": ["--training.local_batch_size=4"],
             "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, "--training.mixed_precision_param=bfloat16"],
         }
@@ -55,6 +68,8 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
         "fsdp4_ep2": [EP2],
         "fsdp4_ep2_no_bias": [EP2, BIAS_OFF],
         "hsdp2x2_ep2": [EP2, HSDP2],
+        "ep4_alltoall": [EP4, ALLTOALL],
+        "ep4_nodes_full": [EP4, DEDUP, "--moe.ranks_per_node=2", FULL],
         "ep2_two_experts": [EP2, *TWO_EXPERTS],
         "ep2_seed": [EP2, *SEED_ONLY],
     }

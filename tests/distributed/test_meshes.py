@@ -15,7 +15,16 @@ COMPARED = [
     (2, "fsdp2_no_bias", "one_rank_no_bias"),
     (2, "fsdp2_ep2", "one_rank"),
     (2, "fsdp2_ep2_no_bias", "one_rank_no_bias"),
+    (1, "one_rank_loop", "one_rank"),
     (2, "fsdp2_ep2_full", "one_rank"),
+    (2, "fsdp2_ep2_selective", "one_rank"),
+    (2, "fsdp2_ep2_alltoall", "one_rank"),
+    (2, "fsdp2_ep2_alltoall_full", "one_rank"),
+    (2, "fsdp2_ep2_alltoall_selective", "one_rank"),
+    (2, "fsdp2_ep2_alltoall_redispatch", "one_rank"),
+    (2, "fsdp2_ep2_losses", "one_rank_losses"),
+    (4, "ep4_alltoall", "one_rank"),
+    (4, "ep4_nodes_full", "one_rank"),
     (2, "fsdp2_whole_batch", "one_rank"),
     (4, "fsdp4", "one_rank"),
     (4, "fsdp4_ep2", "one_rank"),
@@ -90,4 +99,33 @@ def test_expert_parallel_ranks_exchange_tokens(outcome):
 
 def test_experts_are_cut_along_f_where_ranks_outnumber_them(outcome):
     """Otherwise the case of 1,024 GPUs would not have been met."""
-    assert outcome(4, "ep2_two_experts").step1["expert_shards"] == [[1, 24, 64]] * 4
+    assert outcome(4, "ep2_two_experts").step1["expert_shards"] == [[1, 24, 2, 64]] * 4
+
+
+def test_recompute_sends_no_token_again(outcome):
+    """Plan and rows are exchanged as often with recompute as without; `moe.redispatch` repeats the rows, which are sent
+    with their weights, and only in dispatch: two collectives more per MoE layer and microbatch."""
+
+    def exchanges(name: str) -> int:
+        return sum(n for collective, n in outcome(2, name).step1["collectives"].items() if "alltoall" in collective)
+
+    plain = exchanges("fsdp2_ep2_alltoall")
+    assert exchanges("fsdp2_ep2_full") == exchanges("fsdp2_ep2_selective") == exchanges("fsdp2_ep2")
+    assert exchanges("fsdp2_ep2_alltoall_full") == exchanges("fsdp2_ep2_alltoall_selective") == plain
+    layers, microbatches = 2, 2
+    assert exchanges("fsdp2_ep2_alltoall_redispatch") == plain + 2 * layers * microbatches
+
+
+def test_load_and_losses_are_of_all_ranks(outcome):
+    """The same load, and the same auxiliary losses, whatever the mesh, accumulation and recompute."""
+    one, two = outcome(1, "one_rank_losses").metrics, outcome(2, "fsdp2_ep2_losses").metrics
+    for step, record in one.items():
+        keys = [key for key in record if key.startswith("moe_")]
+        assert {"moe_max/mean", "moe_max/mean.layers.1", "moe_aux_loss"} <= set(keys)
+        assert [two[step][key] for key in keys] == pytest.approx([record[key] for key in keys], rel=1e-5)
+    assert outcome(1, "one_rank_losses").losses != outcome(1, "one_rank").losses
+
+
+def test_drops_are_reported(outcome):
+    records = outcome(1, "one_rank_drops").metrics.values()
+    assert all(0 < record["moe_dropped.layers.1"] < 0.5 for record in records)

@@ -29,6 +29,8 @@ import train  # isort: skip - first: it tells torchtitan about CPUs; and once, f
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
+from titan_moe.moe.names import to_stock_names
+
 
 class Recorder:
     """Watches step 1 of one case from outside: train.py has no hooks for it, and needs none."""
@@ -46,6 +48,7 @@ class Recorder:
             assert param.grad is not None, f"{name} has no gradient"
             grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
             self.gradients[canonical_fqn(name)] = grad.clone()
+        self.gradients = to_stock_names(self.gradients)
 
     def routing_by_global_sample(self) -> torch.Tensor:
         """[moe layers, global samples of step 1, L, K], K sorted: rank r's i-th sample is global sample i R + r."""
@@ -57,11 +60,11 @@ class Recorder:
         return torch.stack(gathered, dim=2).flatten(1, 2).sort(dim=-1).values
 
     def expert_shards(self) -> list[list[int]]:
-        """Shape of what each rank holds of layer 1's w1."""
+        """Shape of what each rank holds of layer 1's w1 and w3."""
         params = {canonical_fqn(name): p for name, p in self.run.model.named_parameters()}
-        w1_EFD = params["layers.1.moe.routed_experts.inner_experts.w1_EFD"]
+        w13_EF2D = params["layers.1.moe.routed_experts.inner_experts.w13_EF2D"]
         shapes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(shapes, list(w1_EFD.to_local().shape))
+        dist.all_gather_object(shapes, list(w13_EF2D.to_local().shape))
         return shapes
 
 

@@ -1,62 +1,103 @@
-"""Token dispatch over expert-parallel ranks.
+"""Dispatchers by name, and `local`, the one for a single expert-parallel rank. What a dispatcher promises is in
+contract.py; the ones that exchange rows are in alltoall.py and dedup.py.
 
-torchtitan's all-to-all dispatcher, with the collective replaced: under `spmd_types` torchtitan sends a list of tensors,
-and gloo, which CPU runs use, refuses lists of unequal sizes. `all_to_all_single` with split sizes works on gloo and
-NCCL alike.
+Locally, dispatch is a gather: row r of the slabs copies token `source_R[r]`. What takes care is to do without the host.
+The number of padded rows depends on the routing, so the buffer has the most rows that any routing of T tokens needs,
+and what is beyond the last slab is left over. The same on a CPU, where nothing is gained, because a path that is tested
+on every machine is worth more than the few rows.
 
-Shape letters (torchtitan's): N routed copies on the source rank, R copies received for the local experts, D model
-width, e local experts, EP expert-parallel ranks.
+Shape letters: T tokens of this rank, D model width, K top-k, N = T*K copies, E experts, R rows of the padded slabs.
 """
 
-from dataclasses import dataclass
-
-import titan_moe.runtime  # noqa: F401
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torch import Tensor
+
+from titan_moe.moe import layout
+from titan_moe.moe.alltoall import AllToAllDispatcher
+from titan_moe.moe.contract import DROP_POLICIES, Dispatcher, Plan, Received
+from titan_moe.moe.dedup import DedupDispatcher
+from titan_moe.moe.exchange import PAYLOAD_OPS
+from titan_moe.moe.rows import CopyMap, RowMap, gather
+
+__all__ = [
+    "DISPATCHERS",
+    "DROP_POLICIES",
+    "PAYLOAD_OPS",
+    "PLAN_OPS",
+    "Dispatcher",
+    "LocalDispatcher",
+    "Plan",
+    "Received",
+    "make_dispatcher",
+]
 
 
-class AllToAll(torch.autograd.Function):
-    """Rows to the ranks that want them; backward sends the gradients the same way back."""
+class LocalDispatcher(Dispatcher):
+    """All experts on this rank: rows are copied into slabs and added up again. Shapes depend on T alone (R is
+    `max_rows(T)`, the tail undefined) and the host waits for nothing."""
 
-    @staticmethod
-    def forward(ctx, x_ND, group, output_splits: list[int], input_splits: list[int]):
-        ctx.group, ctx.output_splits, ctx.input_splits = group, output_splits, input_splits
-        return exchange_rows(x_ND, group, output_splits, input_splits)
+    name = "local"
+    sync_free = True
 
-    @staticmethod
-    def backward(ctx, grad_RD):  # type: ignore[override]
-        return exchange_rows(grad_RD, ctx.group, ctx.input_splits, ctx.output_splits), None, None, None
+    def _plan(self, topk_ids_TK: Tensor, topk_weights_TK: Tensor | None) -> Plan:
+        T, K = topk_ids_TK.shape
+        capacity, rows = self.capacity(T), self.max_rows(T)
+        tensors = plan_local(topk_ids_TK, topk_weights_TK, self.num_experts, self.alignment, capacity, rows)
+        load_E, padded_E, dropped, copy_R, row_N, kept_TK, copies, offsets = tensors
+        if capacity is None:
+            kept_TK, copies, offsets = None, row_N, torch.arange(0, T * K, K, device=row_N.device)
+        # Copy n is of token n // K; N, which stands for none, becomes T, which does so too.
+        return Plan(load_E, padded_E, dropped, kept_TK, T, RowMap(copy_R // K, copies, offsets), CopyMap(copy_R, row_N))
+
+    def regather(self, x_TD: Tensor, plan: Plan) -> Tensor:
+        """x_RD of `dispatch` again, not differentiable: copying is cheaper than keeping K times the rows for
+        backward."""
+        return gather(x_TD, plan.rows.source_R, zero_fill=True)
 
 
-def exchange_rows(x_ND: torch.Tensor, group, output_splits: list[int], input_splits: list[int]) -> torch.Tensor:
-    """Send `input_splits[r]` rows of x_ND to rank r of `group`, receive `output_splits[r]` from it. Not
-    differentiable."""
-    out_RD = x_ND.new_empty((sum(output_splits), *x_ND.shape[1:]))
-    dist.all_to_all_single(out_RD, x_ND.contiguous(), output_splits, input_splits, group=group)
-    return out_RD
+@torch.library.custom_op("titan_moe::plan_local", mutates_args=())
+def plan_local(
+    ids_TK: Tensor, weights_TK: Tensor | None, num_experts: int, alignment: int, capacity: int | None, rows: int
+) -> list[Tensor]:
+    return _plan_local(ids_TK, weights_TK, num_experts, alignment, capacity, rows)
 
 
-class TokenDispatcher(AllToAllTokenDispatcher):
-    """torchtitan's dispatcher (local when EP is 1), exchanging rows in a way that gloo can do as well."""
+@plan_local.register_fake
+def _plan_local(ids_TK, weights_TK, num_experts, alignment, capacity, rows):
+    """The plan of one rank. It is its own fake kernel: nothing in it needs a value on the host."""
+    N = ids_TK.numel()
+    own = layout.sort_copies(ids_TK, num_experts, capacity, weights_TK)
+    padded_E = layout.round_up(own.kept_E, alignment)
+    # The copy at place p of the sorted order is in row p of its expert's slab, counted from the expert's first copy.
+    expert_N = ids_TK.reshape(-1)[own.order_N]
+    shift_E = layout.exclusive_cumsum(padded_E) - layout.exclusive_cumsum(own.kept_E)
+    arange_N = torch.arange(N, device=ids_TK.device)
+    row_N = torch.empty_like(arange_N).scatter_(0, own.order_N, arange_N + shift_E[expert_N])
+    kept_TK = copies = offsets = arange_N.new_empty(0)
+    if own.kept_N is not None:
+        row_N = torch.where(own.kept_N, row_N, rows)
+        kept_TK = own.kept_N.view_as(ids_TK)
+        # First each token's kept copies, then each token's dropped ones: how many were kept only the device knows, so
+        # the dropped ones stay in the list, in parts of their own that nobody reads. They may point at any row.
+        copies = row_N[torch.argsort(~own.kept_N, stable=True)] % max(rows, 1)
+        offsets = layout.exclusive_cumsum(torch.cat([kept_TK.sum(1), (~kept_TK).sum(1)]))
+    copy_R = arange_N.new_full((rows + 1,), N).scatter_(0, row_N, arange_N)[:rows]
+    dropped = (own.load_E - own.kept_E).sum()
+    return [own.load_E, padded_E, dropped, copy_R, row_N, kept_TK.clone(), copies.clone(), offsets.clone()]
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(AllToAllTokenDispatcher.Config):
-        pass
 
-    def _token_count_exchange(self, num_local_tokens_per_expert_E, pg, ep_size):
-        if torch.compiler.is_compiling():  # torch.compile traces torchtitan's functional collectives
-            return super()._token_count_exchange(num_local_tokens_per_expert_E, pg, ep_size)
-        counts = num_local_tokens_per_expert_E.view(ep_size, -1)
-        return exchange_rows(counts, pg, [1] * ep_size, [1] * ep_size)
+# What activation checkpointing keeps so that recompute does not plan again. With PAYLOAD_OPS too it sends nothing.
+PLAN_OPS = tuple(getattr(torch.ops.titan_moe, f"plan_{name}").default for name in ("local", "alltoall", "dedup"))
 
-    def _dispatch_token_exchange(self, routed_input_ND, pg, output_splits, input_splits):
-        if torch.compiler.is_compiling():
-            return super()._dispatch_token_exchange(routed_input_ND, pg, output_splits, input_splits)
-        return AllToAll.apply(routed_input_ND, pg, output_splits, input_splits)
+DISPATCHERS: dict[str, type[Dispatcher]] = {
+    dispatcher.name: dispatcher for dispatcher in (LocalDispatcher, AllToAllDispatcher, DedupDispatcher)
+}
 
-    def _combine_token_exchange(self, routed_output_RD, pg, input_splits, output_splits):
-        if torch.compiler.is_compiling():
-            return super()._combine_token_exchange(routed_output_RD, pg, input_splits, output_splits)
-        return AllToAll.apply(routed_output_RD, pg, input_splits, output_splits)
+
+def make_dispatcher(name: str, **arguments: Any) -> Dispatcher:
+    """The dispatcher called "local", "alltoall" or "dedup"; `arguments` are those of `Dispatcher`."""
+    if name not in DISPATCHERS:
+        raise ValueError(f"dispatcher = {name!r} is not one of {', '.join(DISPATCHERS)}: use one of these")
+    return DISPATCHERS[name](**arguments)

@@ -1,0 +1,167 @@
+"""Balancing the experts: the bias, the auxiliary losses, forced routing for benchmarks, and load statistics.
+
+The bias (auxiliary-loss-free balancing, arXiv 2408.15664): before each optimizer step b_e += u sign(mean - c_e), where
+c_e is how many tokens of the step, over all ranks and microbatches, the router sent to expert e. b is added to the
+scores only to choose experts. Counts are integers from the router's own ids: dropped copies count, padding rows do not,
+evaluation and recompute do not (`FusedMoE` sees to that), and a step that is skipped calls no hook.
+
+The sequence-wise loss (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), for one sequence of L tokens:
+
+    f_e = E / (K L) * |{t: e in the top-k of t}|      P_e = 1/L sum_t s_te / sum_j s_tj      loss = sum_e f_e P_e
+
+with the choice the router really made, groups and bias included. The z-loss (arXiv 2202.08906) is the mean over a
+sequence's tokens of logsumexp(logits)^2. Both are summed over the sequences here and divided by the number of sequences
+in the whole step, of all ranks and microbatches, so that neither value nor gradient depends on how a step is cut.
+
+They enter the gradient where they arise (`with_loss`), as if they had been added to the training loss: that works
+because the loss of each microbatch is its share of the step's mean and `backward()` starts from 1.
+
+Shape letters: B batch, L sequence, T tokens, E experts, K top-k, G expert groups, M groups that a token uses, n = E/G
+experts of a group.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from titan_moe.moe.layer import FusedMoE
+
+
+def expert_counts(ids: Tensor, num_experts: int) -> Tensor:
+    """How often each expert occurs in int64 `ids`: int64 [E]."""
+    ids = ids.detach().flatten()
+    return ids.new_zeros(num_experts).scatter_add_(0, ids, torch.ones_like(ids))
+
+
+def sequence_loss(scores_BLE: Tensor, ids_BLK: Tensor) -> Tensor:
+    """Sum over the sequences of the sequence-wise loss, before its coefficient. `scores_BLE` are all of the router's
+    scores, `ids_BLK` its choice."""
+    B, L, E = scores_BLE.shape
+    K = ids_BLK.shape[-1]
+    ids = ids_BLK.detach().reshape(B, L * K)
+    f_BE = scores_BLE.new_zeros(B, E).scatter_add_(1, ids, scores_BLE.new_ones(B, L * K)) * (E / (K * L))
+    # No epsilon in the sum: it would reward a sigmoid router for making all scores small.
+    tiny = torch.finfo(scores_BLE.dtype).tiny
+    p_BE = (scores_BLE / scores_BLE.sum(-1, keepdim=True).clamp(min=tiny)).mean(1)
+    return (f_BE * p_BE).sum()
+
+
+def z_loss(logits_BLE: Tensor) -> Tensor:
+    """Sum over the sequences of the mean squared logsumexp."""
+    return torch.logsumexp(logits_BLE, dim=-1).square().mean(1).sum()
+
+
+def with_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """x, whose backward also adds the gradient of `loss`."""
+    return _WithLoss.apply(x, loss)
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.like = loss.new_ones(())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return grad, ctx.like
+
+
+def balanced_random_ids(tokens: int, top_k: int, num_experts: int, groups: int, kept: int, *, device) -> Tensor:
+    """Random ids [T, K], as even as whole numbers allow, that respect group-limited routing: a token's K experts lie in
+    `kept` of the `groups` groups.
+
+    Tokens in random order take the next `kept` groups of a random cycle of groups, and from each the next experts of
+    a random cycle of its experts.
+    """
+    n, order_T = num_experts // groups, torch.randperm(tokens, device=device)
+    slot_TM = torch.arange(tokens * kept, device=device).view(tokens, kept)
+    group_TM = torch.randperm(groups, device=device)[slot_TM % groups]
+    # K experts over the token's groups; who gets one more than the others changes with each turn of the cycle.
+    turn_T1 = slot_TM[:, :1] // groups
+    more_TM = (torch.arange(kept, device=device) + turn_T1) % kept < top_k % kept
+    share_TM = top_k // kept + more_TM.long()
+    # How many experts of its group the slots before this one took: slots of one group are `groups` apart.
+    turns = torch.nn.functional.pad(share_TM.flatten(), (0, -tokens * kept % groups)).view(-1, groups)
+    taken_TM = (turns.cumsum(0) - turns).flatten()[: tokens * kept].view(tokens, kept)
+    end_TM = share_TM.cumsum(1)
+    k_TK = torch.arange(top_k, device=device).expand(tokens, top_k).contiguous()
+    m_TK = torch.searchsorted(end_TM, k_TK, right=True)
+    group_TK = group_TM.gather(1, m_TK)
+    place_TK = (taken_TM - end_TM + share_TM).gather(1, m_TK) + k_TK
+    ids_TK = group_TK * n + torch.rand(groups, n, device=device).argsort(1)[group_TK, place_TK % n]
+    return torch.empty_like(ids_TK).index_copy_(0, order_T, ids_TK)
+
+
+class LoadBalancer:
+    """Moves the biases of all MoE layers, multi-token prediction's included, and keeps the last step's statistics.
+
+    One instance per run; `step` is the optimizer's pre-step hook. All ranks must call it.
+
+    Arguments:
+        layers: the MoE layers by name.
+        groups: process groups whose ranks see different tokens: of the loss mesh; with EP under TP, of TP as well.
+        centred: torchtitan's variant, which also takes the mean off the change of the bias.
+    """
+
+    def __init__(self, layers: dict[str, "FusedMoE"], groups: list[dist.ProcessGroup], centred: bool = False) -> None:
+        self.layers, self.groups, self.centred = layers, groups, centred
+        # Of the last step, by layer: load and drops over all ranks, auxiliary losses of this one.
+        self.load_NE: Tensor | None = None
+        self.dropped_N: Tensor | None = None
+        self.losses_N: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, *_) -> None:
+        if not self.layers:
+            return
+        layers = self.layers.values()
+        counts = torch.stack([_local(moe.tokens_per_expert_E) for moe in layers])
+        zero = counts.new_zeros(())
+        dropped = torch.stack([zero if (d := moe.routed_experts.dropped) is None else d for moe in layers])
+        counts = torch.cat([counts, dropped[:, None]], dim=1)
+        for group in self.groups:
+            dist.all_reduce(counts, group=group)
+        self.load_NE, self.dropped_N = counts[:, :-1], counts[:, -1]
+        for moe, load_E in zip(layers, self.load_NE):
+            if moe.load_balance_coeff is not None and moe.expert_bias_E is not None:
+                # In whole numbers: E c < sum(c) is exact where a float mean of large counts is not.
+                sign_E = torch.sign(load_E.sum() - load_E * load_E.numel()).float()
+                delta_E = moe.load_balance_coeff * (sign_E - sign_E.mean() if self.centred else sign_E)
+                _local(moe.expert_bias_E).add_(delta_E)  # in place: the checkpoint holds this very tensor
+        self.losses_N = self.discard()
+
+    def discard(self) -> Tensor:
+        """Forget what was collected since the last step, also for a step that is skipped. Returns this rank's auxiliary
+        losses, by layer."""
+        for moe in self.layers.values():
+            _local(moe.tokens_per_expert_E).zero_()
+            moe.routed_experts.dropped = None
+        return torch.stack([moe.take_losses() for moe in self.layers.values()])
+
+    def statistics(self) -> dict[str, float]:
+        """The last step's load, by layer and worst: heaviest over mean expert; share of copies dropped; auxiliary loss.
+        All ranks must call it."""
+        if self.load_NE is None or self.dropped_N is None or self.losses_N is None:
+            return {}
+        for group in self.groups:
+            dist.all_reduce(self.losses_N, group=group)
+        load_NE = self.load_NE.double()
+        ratios = (load_NE.amax(1) / load_NE.mean(1).clamp(min=1e-9)).tolist()
+        shares = (self.dropped_N / load_NE.sum(1).clamp(min=1)).tolist()
+        losses = self.losses_N.tolist()
+        self.load_NE = None
+        found = {"moe_max/mean": max(ratios)}
+        found |= {f"moe_max/mean.{name}": ratio for name, ratio in zip(self.layers, ratios)}
+        found |= {f"moe_dropped.{name}": share for name, share in zip(self.layers, shares) if any(shares)}
+        if any(losses):
+            found["moe_aux_loss"] = sum(losses)
+        return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

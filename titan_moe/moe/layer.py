@@ -1,0 +1,376 @@
+"""The MoE layer: torchtitan's nodes with the region between router and output replaced.
+
+    scores, ids = router(x)                                    fp32, with the balancing bias in the choice alone
+    plan        = dispatcher.plan(ids)                         who goes where; never computed twice
+    received    = dispatcher.dispatch(x, scores, plan)         rows of the local experts, in padded slabs
+    y           = experts(received)                            routing weight applied inside
+    out         = dispatcher.combine(y) + shared_experts(x)
+
+`FusedMoE`, `FusedRoutedExperts` and `FusedExperts` subclass torchtitan's `MoE`, `RoutedExperts` and `GroupedExperts`
+and take over their configs with the sharding in them, so that FSDP2, EP, checkpointing and the model around see what
+they saw before. `fuse` turns a stock MoE config into ours; `fused_moe` is the same as an override for stock torchtitan:
+
+    --override.imports titan_moe.moe.layer.fused_moe
+
+What the stock nodes do otherwise: they count loads in float32, and twice under recompute; they weight in combine; they
+run the shared expert last, which would keep recompute from stopping before combine.
+
+State dicts have torchtitan's names w1_EFD, w2_EDF, w3_EFD, whatever the parameter is called here.
+
+Shape letters: B batch, L sequence, T = B*L tokens, D model width, K top-k, E experts, F expert hidden width, R rows
+received.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from titan_moe.runtime import DEVICE_TYPE
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.config.override import derive, override
+from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+
+from titan_moe.moe import balance
+from titan_moe.moe.dispatch import Dispatcher, make_dispatcher
+from titan_moe.moe.experts import EXPERTS, Source, grouped_mm_problem
+from titan_moe.moe.names import FUSED, GATE, UP, merge_w13, split_w13
+
+# Slab sizes: what tensor cores and TE's grouped GEMM want, and what makes a CPU meet few kernel shapes.
+ALIGNMENT = 16 if DEVICE_TYPE == "cpu" else 128
+
+
+class FusedExperts(GroupedExperts):
+    """torchtitan's experts with gate and up in one parameter, on the backends of experts.py."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        backend: str = "auto"
+        weighting: str = "early"
+
+    def __init__(self, config: Config):
+        super(GroupedExperts, self).__init__()
+        self.num_experts = config.num_experts
+        self.backend, self.late = config.backend, config.weighting == "late"
+        self.w13_EF2D = nn.Parameter(torch.empty(config.num_experts, config.hidden_dim, 2, config.dim))
+        self.w2_EDF = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
+        self.register_state_dict_post_hook(_split_on_save)
+        self.register_load_state_dict_pre_hook(_merge_on_load)
+
+    def forward(  # type: ignore[override]  # our contract: weights inside, padded counts
+        self, x_RD: Tensor, counts_E: Tensor, weight_R: Tensor, source: Source | None = None
+    ) -> Tensor:
+        w13_EF2D, w2_EDF = (
+            (w.to_local() if isinstance(w, DTensor) else w).to(x_RD.dtype) for w in (self.w13_EF2D, self.w2_EDF)
+        )
+        backend, _ = choose_experts(self.backend, x_RD.device.type, x_RD.dtype, *w2_EDF.shape[1:])
+        return EXPERTS[backend](x_RD, counts_E, weight_R, w13_EF2D, w2_EDF, late=self.late, source=source)
+
+
+def _split_on_save(module, state_dict: dict[str, Any], prefix: str, local_metadata) -> None:
+    w13_EF2D = state_dict.pop(prefix + FUSED)
+    state_dict |= {f"{prefix}{name}": half.contiguous() for name, half in split_w13(w13_EF2D).items()}
+
+
+def _merge_on_load(module, state_dict: dict[str, Any], prefix: str, *_) -> None:
+    names = [prefix + GATE, prefix + UP]
+    if all(name in state_dict for name in names):
+        state_dict[prefix + FUSED] = merge_w13(*(state_dict.pop(name) for name in names))
+
+
+class FusedRoutedExperts(RoutedExperts):
+    """plan -> dispatch -> experts -> combine on this rank's tokens, one differentiable region.
+
+    `dropped` counts the copies that training forwards dropped, until the balancer collects it. `token_dispatcher` of
+    torchtitan's config is not built.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        dispatcher: str = "auto"
+        ranks_per_node: int | None = None
+        capacity_factor: float | None = None
+        drop_policy: str = "probs"
+
+    def __init__(self, config: Config):
+        super(RoutedExperts, self).__init__()
+        self.inner_experts = config.inner_experts.build()
+        self.config = config
+        self.dispatcher = self._make_dispatcher(None)
+        self.dropped: Tensor | None = None
+
+    def _make_dispatcher(self, ep_group) -> Dispatcher | None:
+        name, _ = choose_dispatcher(self.config.dispatcher, 1 if ep_group is None else ep_group.size())
+        if name != "local" and ep_group is None:
+            return None  # until `parallelize` brings the ranks
+        return make_dispatcher(
+            name,
+            num_experts=self.config.token_dispatcher.num_experts,
+            top_k=self.config.token_dispatcher.top_k,
+            alignment=ALIGNMENT,
+            capacity_factor=self.config.capacity_factor,
+            drop_policy=self.config.drop_policy,
+            ep_group=ep_group,
+            ranks_per_node=self.config.ranks_per_node if name == "dedup" else None,
+        )
+
+    def parallelize(self, parallel_dims) -> None:
+        super(RoutedExperts, self).parallelize(parallel_dims)
+        ep_mesh = parallel_dims.get_optional_mesh("ep")
+        self.dispatcher = self._make_dispatcher(None if ep_mesh is None else ep_mesh.get_group())
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,  # not used: the plan counts; sharding binds arguments by name
+    ) -> Tensor:
+        dispatcher = self.dispatcher
+        assert dispatcher is not None, "parallelize() has not been called: there are no ranks to dispatch to"
+        x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
+        ids_TK, scores_TK = topk_expert_ids_BLK.flatten(0, 1), topk_scores_BLK.flatten(0, 1)
+        plan = dispatcher.plan(ids_TK, scores_TK)
+        if self.training and not recomputing() and dispatcher.capacity_factor is not None:
+            self.dropped = plan.dropped if self.dropped is None else self.dropped + plan.dropped
+        received = dispatcher.dispatch(x_TD, scores_TK, plan)
+        # On one rank rows are copies of tokens that the layer before keeps anyway, and copying again costs little.
+        gather = getattr(dispatcher, "regather", None)
+        source = None if gather is None else Source(x_TD, partial(gather, plan=plan))
+        with maybe_set_sparse_mesh():
+            y_RD = self.inner_experts(received.x_RD, received.counts_e, received.weight_R, source)
+        # What combine keeps for backward is a part of the plan. Behind these hooks activation checkpointing does not
+        # see it, so the last thing that recompute has to make is in the experts, and it stops before combine.
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            return dispatcher.combine(y_RD, received.state).view_as(x_BLD)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class RouterGate(Linear):
+    """The router's projection in fp32 (torchtitan asks autocast for it, which a CPU ignores), with the z-loss on its
+    logits. `loss` collects the z-loss as FusedMoE's does."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        z_loss_coeff: float = 0.0
+        sequences_per_step: int = 1
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.z_loss_coeff, self.sequences_per_step = config.z_loss_coeff, config.sequences_per_step
+        self.loss: Tensor | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast(device_type=input.device.type, enabled=False):
+            logits_BLE = F.linear(input.float(), self.weight.float())
+            if self.z_loss_coeff and self.training:
+                loss = balance.z_loss(logits_BLE) * (self.z_loss_coeff / self.sequences_per_step)
+                logits_BLE = balance.with_loss(logits_BLE, loss)
+                self.loss = collect(self.loss, loss)
+            return logits_BLE
+
+
+class Router(TokenChoiceTopKRouter):
+    """torchtitan's router; `force_balance` replaces its choice of experts, for benchmarks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        force_balance: str = "none"
+
+    gate: RouterGate
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.force_balance = config.force_balance
+        self._debug_force_load_balance = self._debug_force_load_balance or config.force_balance != "none"
+
+    def _debug_force_load_balance_routing(self, scores_BLE: Tensor) -> tuple[Tensor, Tensor]:
+        if self.force_balance != "balanced_random":
+            return super()._debug_force_load_balance_routing(scores_BLE)
+        B, L, E = scores_BLE.shape
+        groups, kept = self.num_expert_groups or 1, self.num_limited_groups or 1
+        ids_TK = balance.balanced_random_ids(B * L, self.top_k, E, groups, kept, device=scores_BLE.device)
+        ids_BLK = ids_TK.view(B, L, self.top_k)
+        return ids_BLK, scores_BLE.gather(-1, ids_BLK)
+
+
+class FusedMoE(MoE):
+    """torchtitan's MoE with int64 load counts, taken once per token, and the sequence-wise auxiliary loss.
+
+    `tokens_per_expert_E` and `loss` collect over the microbatches of a step until the balancer takes them.
+    """
+
+    routed_experts: FusedRoutedExperts
+    router: Router
+    tokens_per_expert_E: Tensor
+    expert_bias_E: Tensor | None
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):
+        sequence_loss_coeff: float = 0.0
+        sequences_per_step: int = 1  # over all ranks and microbatches: what makes the loss a mean
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.sequence_loss_coeff, self.sequences_per_step = config.sequence_loss_coeff, config.sequences_per_step
+        self.loss: Tensor | None = None
+        self.register_buffer(
+            "tokens_per_expert_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False
+        )
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        scores_BLK, ids_BLK, all_scores_BLE = self.router(x_BLD, self.expert_bias_E)
+        counts_E = balance.expert_counts(ids_BLK, all_scores_BLE.shape[-1])
+        if self.training:
+            if not recomputing():
+                self.tokens_per_expert_E.add_(counts_E)
+            if self.sequence_loss_coeff:
+                loss = balance.sequence_loss(all_scores_BLE, ids_BLK)
+                loss = loss * (self.sequence_loss_coeff / self.sequences_per_step)
+                scores_BLK = balance.with_loss(scores_BLK, loss)
+                self.loss = collect(self.loss, loss)
+        # Before the routed experts, so that recompute has made all it needs when it comes to combine.
+        shared_BLD = self.shared_experts(x_BLD) if self.shared_experts is not None else None
+        out_BLD = self.routed_experts(x_BLD, scores_BLK, ids_BLK, counts_E)
+        return out_BLD if shared_BLD is None else out_BLD + shared_BLD
+
+    def take_losses(self) -> Tensor:
+        """The auxiliary losses of the step so far, of this rank; and forget them."""
+        losses = [loss for loss in (self.loss, self.router.gate.loss) if loss is not None]
+        self.loss = self.router.gate.loss = None
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.tokens_per_expert_E.device)
+
+    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
+        super()._init_self_buffers(buffer_device=buffer_device)
+        self.tokens_per_expert_E = self.tokens_per_expert_E.to(torch.int64)
+
+
+def moe_layers(model: nn.Module) -> dict[str, FusedMoE]:
+    """Every MoE layer, multi-token prediction's included, by a short name: layers.3, mtp_layers.0."""
+    return {
+        canonical_fqn(name).removesuffix(".moe"): module
+        for name, module in model.named_modules()
+        if isinstance(module, FusedMoE)
+    }
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward, that is, repeats an earlier one for activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def collect(total: Tensor | None, loss: Tensor) -> Tensor | None:
+    """`total` plus a training forward's `loss`, counted once under recompute."""
+    if recomputing():
+        return total
+    return loss.detach() if total is None else total + loss.detach()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choices and configs
+
+
+def choose_dispatcher(name: str, ranks: int) -> tuple[str, str]:
+    """(dispatcher, why) for the configured name and the number of expert-parallel ranks."""
+    if name != "auto":
+        return name, "as configured"
+    if ranks == 1:
+        return "local", "one expert-parallel rank"
+    return "dedup", f"sends a token once to each of the {ranks} expert-parallel ranks, not once per expert"
+
+
+def choose_experts(name: str, device: str, dtype: torch.dtype, dim: int, hidden: int) -> tuple[str, str]:
+    """(experts backend, why). Raises ValueError for a backend that cannot compute these."""
+    problem = grouped_mm_problem(device, dtype, dim, hidden)
+    if name == "auto":
+        return ("grouped_mm", "one grouped GEMM for all experts") if problem is None else ("loop", problem)
+    if name == "grouped_mm" and problem is not None:
+        raise ValueError(f'moe.experts = "grouped_mm": {problem}; available here: "loop"')
+    return name, "as configured"
+
+
+def fuse(
+    config: MoE.Config,
+    *,
+    dispatcher: str = "auto",
+    experts: str = "auto",
+    weighting: str = "early",
+    ranks_per_node: int | None = None,
+    capacity_factor: float | None = None,
+    drop_policy: str = "probs",
+    force_balance: str = "none",
+    sequence_loss_coeff: float = 0.0,
+    z_loss_coeff: float = 0.0,
+    sequences_per_step: int = 1,
+) -> FusedMoE.Config:
+    """A stock MoE config, sharding set or not, as one of ours. `sequences_per_step` is over all ranks and microbatches
+    of an optimizer step; only the auxiliary losses need it."""
+    routed, router = config.routed_experts, config.router
+    inner = routed.inner_experts
+    if type(inner) is not GroupedExperts.Config:
+        raise ValueError(
+            f"fused_moe replaces torchtitan's GroupedExperts, not {type(inner).__qualname__}: leave such layers out "
+            "with fqns, or drop the override that put it there"
+        )
+    inner = derive(
+        inner,
+        FusedExperts.Config,
+        backend=experts,
+        weighting=weighting,
+        param_init=_fused_init(inner.param_init),
+        sharding_config=_fused_sharding(inner.sharding_config),
+    )
+    routed = derive(
+        routed,
+        FusedRoutedExperts.Config,
+        inner_experts=inner,
+        dispatcher=dispatcher,
+        ranks_per_node=ranks_per_node,
+        capacity_factor=capacity_factor,
+        drop_policy=drop_policy,
+    )
+    gate = derive(router.gate, RouterGate.Config, z_loss_coeff=z_loss_coeff, sequences_per_step=sequences_per_step)
+    return derive(
+        config,
+        FusedMoE.Config,
+        routed_experts=routed,
+        router=derive(router, Router.Config, gate=gate, force_balance=force_balance),
+        sequence_loss_coeff=sequence_loss_coeff,
+        sequences_per_step=sequences_per_step,
+    )
+
+
+@override(target=MoE.Config, description="Dispatch, grouped-GEMM experts and combine as one region (TitanMoE).")
+def fused_moe(config: MoE.Config, **settings: Any) -> MoE.Config:
+    """`fuse` for stock torchtitan; `settings` are its keyword arguments."""
+    return config if isinstance(config, FusedMoE.Config) else fuse(config, **settings)
+
+
+def _fused_init(param_init: dict | None) -> dict | None:
+    """Initializers by torchtitan's names, and one for w13 made of two of them."""
+    if param_init is None:
+        return None
+
+    def init_w13(w13_EF2D: Tensor) -> None:
+        for name, half in split_w13(w13_EF2D).items():
+            param_init[name](half)
+
+    return {**param_init, FUSED: init_w13}
+
+
+def _fused_sharding(sharding):
+    """w13 is cut as w1 is: E by expert parallelism, F by tensor parallelism; the 2 never."""
+    if sharding is None:
+        return None
+    states = {name: layout for name, layout in sharding.state_shardings.items() if name not in (GATE, UP)}
+    return replace(sharding, state_shardings={**states, FUSED: sharding.state_shardings[GATE]})

@@ -1,0 +1,120 @@
+"""Where every routed copy goes: counts, slabs, capacity and unique destinations, as tensor arithmetic.
+
+A router gives each of T tokens K expert ids, so there are N = T*K *copies*, numbered token-major: copy n belongs to
+token n // K. Everything below answers questions about those copies:
+
+- How many does each expert get (`expert_counts`), and how long is its slab of rows once rounded up to the alignment
+  that its GEMM wants (`round_up`)? The running sums (`exclusive_cumsum`) are where the slabs start.
+- In which row of the slabs does a copy land? `slab_rows` for copies that arrive in blocks, one for each (source rank,
+  expert).
+- Which copies survive when an expert takes only so many (`sort_copies`, `copies_per_expert`)?
+- Which ranks does a token go to at all (`destinations`)? A token with five experts on one rank needs to travel there
+  once.
+
+There is no Python loop over tokens or experts, and nothing that asks the device for a size: no `.item()`, no boolean
+indexing, no `repeat_interleave` or `nonzero` of unknown length. Where a size must be known it is an argument. So a
+caller whose shapes are static stays free of host syncs, and one that has made its single host sync needs no other.
+Indices are int64 throughout: T*K*D passes 2^31 at ordinary sizes.
+
+Shape letters: T tokens of this rank, K top-k, N = T*K copies, E experts, e experts of one rank, S source ranks,
+M copies received, R rows of the padded slabs.
+"""
+
+import math
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def round_up(n, multiple: int):
+    """`n`, an int or an integer tensor, rounded up to a multiple of `multiple`."""
+    return (n + multiple - 1) // multiple * multiple
+
+
+def exclusive_cumsum(counts: Tensor) -> Tensor:
+    """Where each block starts when blocks of these sizes follow one another; int64, the shape of `counts` (1-D)."""
+    return torch.cumsum(counts, dim=0) - counts
+
+
+def expert_counts(ids_N: Tensor, num_experts: int) -> Tensor:
+    """How often each expert occurs in int64 `ids_N`: int64 [E]. (`bincount` would sync to learn its length.)"""
+    counts_E = ids_N.new_zeros(num_experts)
+    return counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N))
+
+
+def worst_rows(tokens: int, top_k: int, local_experts: int, alignment: int, ranks: int = 1) -> int:
+    """The most padded rows that `ranks` ranks of `tokens` tokens each can send to one rank.
+
+    A token has K different experts, so at most min(K, e) of its copies meet on a rank, and an expert gets a token once.
+    Only experts that get something are padded, each by less than one alignment.
+    """
+    copies = ranks * tokens * min(top_k, local_experts)
+    one_slab = round_up(ranks * tokens, alignment)
+    return min(local_experts * one_slab, round_up(copies + (alignment - 1) * min(local_experts, copies), alignment))
+
+
+def copies_per_expert(capacity_factor: float, tokens: int, top_k: int, num_experts: int) -> int:
+    """C = ceil(f T K / E), the copies that one rank may send to one expert. The factor counts as the decimal it was
+    written as: in binary 1.1 * 400 * 8 / 64 is a little more than 55, and its ceiling 56."""
+    return math.ceil(Fraction(str(capacity_factor)) * tokens * top_k / num_experts)
+
+
+class Copies(NamedTuple):
+    """This rank's copies, sorted by expert.
+
+    load_E: int64 [E], copies the router gave each expert, dropped ones included.
+    kept_E: int64 [E], copies that are sent; the same tensor when nothing can be dropped.
+    order_N: int64 [N], the copies by (expert, token); dropped ones come last.
+    kept_N: bool [N], or None when nothing can be dropped.
+    """
+
+    load_E: Tensor
+    kept_E: Tensor
+    order_N: Tensor
+    kept_N: Tensor | None
+
+
+def sort_copies(ids_TK: Tensor, num_experts: int, capacity: int | None, weights_TK: Tensor | None = None) -> Copies:
+    """Sort this rank's copies by expert and drop those beyond `capacity` of an expert.
+
+    With `weights_TK` the copies of lowest weight are dropped, among equal weights the later tokens'; without, the
+    copies of the last tokens.
+    """
+    ids_N = ids_TK.reshape(-1)
+    load_E = expert_counts(ids_N, num_experts)
+    if capacity is None:
+        return Copies(load_E, load_E, torch.argsort(ids_N, stable=True), None)
+    if weights_TK is None:
+        order_N = torch.argsort(ids_N, stable=True)
+    else:  # two stable sorts: by weight, then by expert
+        order_N = torch.argsort(weights_TK.reshape(-1), descending=True, stable=True)
+        order_N = order_N[torch.argsort(ids_N[order_N], stable=True)]
+    place_N = torch.arange(ids_N.shape[0], device=ids_N.device) - exclusive_cumsum(load_E)[ids_N[order_N]]
+    kept_N = torch.empty_like(ids_N, dtype=torch.bool).scatter_(0, order_N, place_N < capacity)
+    # A dropped copy goes to an expert beyond the last one, so that it sorts behind all that are kept.
+    order_N = torch.argsort(torch.where(kept_N, ids_N, num_experts), stable=True)
+    return Copies(load_E, load_E.clamp(max=capacity), order_N, kept_N)
+
+
+def slab_rows(counts_Se: Tensor, start_e: Tensor, copies: int) -> Tensor:
+    """The slab row of each received copy, int64 [M].
+
+    The copies arrived by (source, expert, token), `counts_Se` of them in each block and `copies` = M in all; they are
+    laid down by (expert, source, token), the slab of expert e from row `start_e[e]` on. All int64.
+    """
+    counts_B = counts_Se.reshape(-1)
+    before_Se = torch.cumsum(counts_Se, dim=0) - counts_Se  # rows of the same expert from earlier sources
+    shift_B = (start_e + before_Se).reshape(-1) - exclusive_cumsum(counts_B)
+    arrival_M = torch.arange(copies, device=counts_Se.device)
+    return arrival_M + torch.repeat_interleave(shift_B, counts_B, output_size=copies)
+
+
+def destinations(place_TK: Tensor, places: int, kept_N: Tensor | None = None) -> Tensor:
+    """Whether any (kept) copy of a token goes to a place: bool [T, places]. `place_TK` says where each copy goes: its
+    rank, or its node. Row sums are the unique destinations of a token."""
+    if kept_N is not None:  # dropped copies go to a place that is cut off again
+        place_TK = torch.where(kept_N.view_as(place_TK), place_TK, places)
+    goes_TP = place_TK.new_zeros((place_TK.shape[0], places + 1), dtype=torch.bool)
+    return goes_TP.scatter_(1, place_TK, True)[:, :places]
