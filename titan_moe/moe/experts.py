@@ -259,9 +259,10 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RF):  # type: ignore[override]
+        gate_up_R2F, weight_R = ctx.saved_tensors
         h_RF = None if ctx.left is None else torch.empty_like(grad_RF)
-        grads = swiglu_backward(grad_RF, *ctx.saved_tensors, ctx.gemm, h_RF)
-        if h_RF is not None:
+        grads = swiglu_backward(grad_RF, gate_up_R2F, weight_R, ctx.gemm, h_RF)
+        if ctx.left is not None:
             ctx.left[:] = [h_RF]
         return *grads, None, None, None
 
