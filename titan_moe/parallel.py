@@ -54,8 +54,19 @@ def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelD
     )
     prepare_for_backend(model)
     if config.compile.enable and "model" in config.compile.components:
-        for block in model.layers.values():
-            block.compile(backend=config.compile.backend)  # breaks the graph around the MoE region, which stays eager
+        compile_layers(model, config.compile.backend)
+
+
+def compile_layers(model: DeepSeekV3Model, backend: str) -> None:
+    """torch.compile of dense layers whole, of MoE layers everything but router and region: a layer with a graph break
+    inside activation checkpointing would stay eager altogether."""
+    for block in model.layers.values():
+        parts = [block]
+        if block.moe_enabled:
+            parts = [block.attention_norm, block.attention, block.ffn_norm, block.moe.shared_experts]
+        for part in parts:
+            if part is not None:
+                part.compile(backend=backend)
 
 
 def kept_ops(redispatch: bool) -> set:
