@@ -112,12 +112,13 @@ class Model:
 
 @dataclass(kw_only=True)
 class MoE:
-    dispatcher: Literal["auto", "local", "alltoall", "dedup"] = "auto"
+    dispatcher: Literal["auto", "local", "alltoall", "dedup", "te_ep", "deepep", "hybridep"] = "auto"
     """How tokens reach their experts: "alltoall" sends a copy per expert, "dedup" one per rank; "local" for one
-    expert-parallel rank. Transformer Engine's, DeepEP's and HybridEP's are not built in yet"""
+    expert-parallel rank; "te_ep", "deepep" and "hybridep" are not built in yet"""
 
-    experts: Literal["auto", "loop", "grouped_mm"] = "auto"
-    """What computes the experts; "loop" is slow and readable, and takes any number type"""
+    experts: Literal["auto", "loop", "grouped_mm", "te", "te_fused"] = "auto"
+    """What computes the experts; "loop" is slow and readable, and takes any number type; "te" and "te_fused" are not
+    built in yet"""
 
     weighting: Literal["early", "late"] = "early"
     """Where the routing weight is multiplied in: "early" inside the expert, "late" on its output"""
@@ -376,9 +377,6 @@ class Debug:
 
     deterministic: bool = False
     """Refuse operations that do not repeat bit for bit; slower on GPUs, where the default may use them"""
-
-    moe_force_load_balance: bool = False
-    """torchtitan's name for moe.force_balance = round_robin"""
 
 
 @dataclass(kw_only=True)

@@ -49,6 +49,10 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
     ),
 ]
 
+HERE_DISPATCHERS = ("auto", "local", "alltoall", "dedup")
+HERE_EXPERTS = ("auto", "loop", "grouped_mm")
+"""Backends of the MoE region that exist; the schema also knows the names of those to come"""
+
 DIVISORS = {
     "parallelism.data_parallel_replicate_degree",
     "parallelism.data_parallel_shard_degree",
@@ -67,7 +71,7 @@ def check(config: Config, world_size: int) -> list[str]:
     found = [*numbers.values(), *flavors.problems(flavor), *_files(config)]
     if not numbers.keys() & DIVISORS:
         found += _parallelism(config, world_size, flavor.num_experts)
-        found += _moe(config, flavor)
+        found += _moe(config)
         found += _lengths(config, flavor.max_seq_len)
     return found
 
@@ -157,9 +161,13 @@ def _parallelism(config: Config, world_size: int, num_experts: int) -> list[str]
     return found
 
 
-def _moe(config: Config, flavor: flavors.Flavor) -> list[str]:
+def _moe(config: Config) -> list[str]:
     found = []
     moe, ep = config.moe, config.parallelism.expert_parallel_degree
+    for key, here in (("dispatcher", HERE_DISPATCHERS), ("experts", HERE_EXPERTS)):
+        name = getattr(moe, key)
+        if name not in here:
+            found.append(f'moe.{key} = "{name}": is not built in yet; available: {", ".join(here)}')
     if moe.dispatcher == "local" and ep > 1:
         found.append(
             f'moe.dispatcher = "local": keeps every token on its rank, but parallelism.expert_parallel_degree = {ep} '
@@ -179,14 +187,6 @@ def _moe(config: Config, flavor: flavors.Flavor) -> list[str]:
         found.append(
             f"moe.ranks_per_node = {per_node}: only the dispatcher dedup sends by node, and only with an "
             'expert_parallel_degree above 1; leave it out, or set moe.dispatcher = "dedup"'
-        )
-    multiple = 16 // {"bfloat16": 2, "float32": 4}[config.training.mixed_precision_param]
-    sizes = {"model.dim": flavor.dim, "model.moe_hidden_dim": flavor.moe_hidden_dim}
-    odd = [f"{name} = {size}" for name, size in sizes.items() if size % multiple]
-    if moe.experts == "grouped_mm" and odd:
-        found.append(
-            f'moe.experts = "grouped_mm": its rows are multiples of 16 bytes, so {" and ".join(odd)} must be a '
-            f'multiple of {multiple} in {config.training.mixed_precision_param}; change the size, or choose "loop"'
         )
     return found
 

@@ -37,6 +37,7 @@ USAGE = "usage: ./run_train.sh CONFIG.toml [--section.key=value ...]"
 RENAMED = {
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
+    "debug.moe_force_load_balance": "moe.force_balance",
     "job.print_args": "job.print_config",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "model.tokenizer_path": "model.hf_assets_path",

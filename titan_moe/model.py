@@ -36,7 +36,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor, sequences_per_step
-from titan_moe.moe.layer import fuse
+from titan_moe.moe.layer import choose_experts, fuse
 from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 
 # Rows drawn with one seed. A rank draws whole blocks, so a smaller one wastes less at the edge of its slice and a
@@ -114,15 +114,17 @@ def model_config(config: Config) -> DeepSeekV3Model.Config:
 
 def moe_settings(config: Config) -> dict[str, Any]:
     """The [moe] section as `fuse` wants it."""
-    m = config.moe
+    m, f = config.moe, model_flavor(config)
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    experts, _ = choose_experts(m.experts, DEVICE_TYPE, dtype, f.dim, f.moe_hidden_dim)
     return {
         "dispatcher": m.dispatcher,
-        "experts": m.experts,
+        "experts": experts,
         "weighting": m.weighting,
         "ranks_per_node": m.ranks_per_node,
         "capacity_factor": m.capacity_factor,
         "drop_policy": m.drop_policy,
-        "force_balance": "round_robin" if config.debug.moe_force_load_balance else m.force_balance,
+        "force_balance": m.force_balance,
         "sequence_loss_coeff": m.sequence_loss_coeff,
         "z_loss_coeff": m.z_loss_coeff,
         "sequences_per_step": sequences_per_step(config, dist.get_world_size() if dist.is_initialized() else 1),

@@ -55,8 +55,19 @@ def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelD
     )
     prepare_for_backend(model)
     if config.compile.enable and "model" in config.compile.components:
-        for block in model.layers.values():
-            block.compile(backend=config.compile.backend)  # breaks the graph around the MoE region, which stays eager
+        compile_layers(model, config.compile.backend)
+
+
+def compile_layers(model: DeepSeekV3Model, backend: str) -> None:
+    """torch.compile of dense layers whole, of MoE layers everything but router and region: a layer with a graph break
+    inside activation checkpointing would stay eager altogether."""
+    for block in model.layers.values():
+        parts: list[nn.Module] = [block]
+        if block.moe_enabled:
+            names = ("attention_norm", "attention", "ffn_norm", "moe.shared_experts")
+            parts = [block.get_submodule(name) for name in names]
+        for part in parts:
+            part.compile(backend=backend)
 
 
 def kept_ops(redispatch: bool) -> set:
@@ -151,9 +162,8 @@ def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
     lines = [f"MoE: dispatcher {dispatcher} ({why}); experts {experts} ({reason}), weighting {m.weighting}"]
     if m.capacity_factor is not None:
         lines.append(f"MoE: capacity factor {m.capacity_factor} drops by {m.drop_policy}; dropped copies are reported")
-    forced = "round_robin" if config.debug.moe_force_load_balance else m.force_balance
-    if forced != "none":
-        lines.append(f"MoE: routing is forced ({forced}): the model does not learn to route")
+    if m.force_balance != "none":
+        lines.append(f"MoE: routing is forced ({m.force_balance}): the model does not learn to route")
     if ep > 1 and config.activation_checkpoint.mode != "none":
         copies = config.training.local_batch_size * config.training.seq_len * flavor.top_k
         kept = copies * flavor.dim * dtype.itemsize / 2**20

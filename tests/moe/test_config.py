@@ -1,0 +1,43 @@
+"""What the [moe] section refuses, with the arithmetic and the way out, before any process group exists."""
+
+import pytest
+
+from titan_moe import config_check, config_file
+
+EP2 = "--parallelism.expert_parallel_degree=2"
+
+
+def problems(*arguments: str, world: int = 4) -> str:
+    config = config_file.load(["train_configs/debug_model.toml", *arguments])
+    return "\n".join(config_check.check(config, world))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--moe.dispatcher=local", EP2], ['moe.dispatcher = "local"', "expert_parallel_degree = 2", '"dedup"']),
+        (["--moe.dispatcher=alltoall"], ['moe.dispatcher = "alltoall"', "expert_parallel_degree = 1", '"local"']),
+        (["--moe.ranks_per_node=3", EP2], ["moe.ranks_per_node = 3", "must divide", "= 2", "choose one of 1, 2"]),
+        (["--moe.ranks_per_node=2"], ["moe.ranks_per_node = 2", "only the dispatcher dedup"]),
+        (["--moe.ranks_per_node=0", EP2], ["moe.ranks_per_node = 0: must be at least 1"]),
+        (["--moe.capacity_factor=0"], ["moe.capacity_factor = 0.0: must be greater than 0"]),
+        (["--moe.capacity_factor=-1.5"], ["moe.capacity_factor = -1.5"]),
+        (["--moe.sequence_loss_coeff=-1"], ["moe.sequence_loss_coeff = -1.0: must be at least 0"]),
+        (["--moe.force_balance=round_robin"], []),
+        (["--moe.dispatcher=te_ep"], ['moe.dispatcher = "te_ep": is not built in yet; available: auto, local']),
+        (["--moe.experts=te"], ['moe.experts = "te": is not built in yet; available: auto, loop, grouped_mm']),
+        (["--moe.dispatcher=dedup", "--moe.ranks_per_node=2", "--parallelism.expert_parallel_degree=4"], []),
+    ],
+)
+def test_values_that_do_not_fit(arguments, said):
+    found = problems(*arguments)
+    assert all(part in found for part in said), found
+    assert said or not found
+
+
+@pytest.mark.parametrize("argument", ["--moe.dispatcher=alltoal", "--moe.experts=lop", "--moe.drop_policy=random"])
+def test_unknown_names_are_refused_with_the_known_ones(argument):
+    with pytest.raises(config_file.ConfigError) as error:
+        config_file.load(["train_configs/debug_model.toml", argument])
+    assert argument.split("=")[0].removeprefix("--") in str(error.value)
+    assert any(known in str(error.value) for known in ("alltoall", "grouped_mm", "position"))

@@ -1,0 +1,74 @@
+"""torchtitan's router with logits that are fp32 on every device, the z-loss, and forced choices for benchmarks.
+
+Shape letters: B batch, L sequence, T = B*L tokens, D model width, E experts, K top-k.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
+
+from titan_moe.moe import balance
+
+
+class RouterGate(Linear):
+    """The router's projection in fp32 (torchtitan asks autocast for it, which a CPU ignores), with the z-loss on its
+    logits. `loss` collects the z-loss as FusedMoE's does."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        z_loss_coeff: float = 0.0
+        sequences_per_step: int = 1
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.z_loss_coeff, self.sequences_per_step = config.z_loss_coeff, config.sequences_per_step
+        self.loss: Tensor | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast(device_type=input.device.type, enabled=False):
+            logits_BLE = F.linear(input.float(), self.weight.float())
+            if self.z_loss_coeff and self.training:
+                loss = balance.z_loss(logits_BLE) * (self.z_loss_coeff / self.sequences_per_step)
+                logits_BLE = balance.with_loss(logits_BLE, loss)
+                self.loss = collect(self.loss, loss)
+            return logits_BLE
+
+
+class Router(TokenChoiceTopKRouter):
+    """torchtitan's router; `force_balance` replaces its choice of experts, for benchmarks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        force_balance: str = "none"
+
+    gate: RouterGate
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.force_balance = config.force_balance
+        self._debug_force_load_balance = self._debug_force_load_balance or config.force_balance != "none"
+
+    def _debug_force_load_balance_routing(self, scores_BLE: Tensor) -> tuple[Tensor, Tensor]:
+        if self.force_balance != "balanced_random":
+            return super()._debug_force_load_balance_routing(scores_BLE)
+        B, L, E = scores_BLE.shape
+        groups, kept = self.num_expert_groups or 1, self.num_limited_groups or 1
+        ids_TK = balance.balanced_random_ids(B * L, self.top_k, E, groups, kept, device=scores_BLE.device)
+        ids_BLK = ids_TK.view(B, L, self.top_k)
+        return ids_BLK, scores_BLE.gather(-1, ids_BLK)
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward, that is, repeats an earlier one for activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def collect(total: Tensor | None, loss: Tensor) -> Tensor | None:
+    """`total` plus a training forward's `loss`, counted once under recompute."""
+    if recomputing():
+        return total
+    return loss.detach() if total is None else total + loss.detach()
