@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.metrics import read_metrics
-from titan_moe.sources import list_documents, split
+from titan_moe.sources import list_documents
 
 REPO = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```bash\n(.*?)```", (REPO / "README.md").read_text(), flags=re.DOTALL)
@@ -55,22 +55,22 @@ def unigram_entropy(documents) -> float:
 
 
 def test_the_first_command_trains_the_debug_model(copy):
-    """Ends as README says, and has learnt: held-out loss below 0.85 of the unigram entropy of the held-out text."""
+    """Ends as README says, and has learnt: held-out loss below 0.85 of the unigram entropy of the text."""
     output = re.sub(r"\x1b\[[0-9;]*m", "", bash(BLOCKS[0], copy))
     (folder,) = (copy / "outputs").iterdir()
     metrics = read_metrics(folder)
-    assert max(metrics) == 120
-    _, held_out = split(list_documents("python_stdlib"), 0.02)
-    entropy = unigram_entropy(held_out)
+    assert max(metrics) == 160
+    entropy = unigram_entropy(list_documents("python_stdlib"))
     assert 3 < entropy < 3.6
-    assert metrics[120]["validation_loss"] < 0.85 * entropy
+    assert metrics[160]["validation_loss"] < 0.85 * entropy
     # The line as torchtitan prints it, up to mfu.
     assert re.search(
-        r"- INFO - step: 120  loss:  \d\.\d{5}  grad_norm:  \d\.\d{4}  memory:  \d\.\d\dGiB\(\d+\.\d\d%\)  "
-        r"tps: [\d,]+  tflops: \d\.\d\d  mfu: n/a  lr: 2\.\d\de-04  data: \d\.\d%  100\.0%  eta: 0m00s",
+        r"- INFO - step: 160  loss:  \d\.\d{5}  grad_norm:  \d\.\d{4}  memory:  \d\.\d\dGiB\(\d+\.\d\d%\)  "
+        r"tps: [\d,]+  tflops: \d\.\d\d  mfu: n/a  lr: 3\.\d\de-04  data: \d\.\d%  moe_max/mean: \d\.\d\d  "
+        r"100\.0%  eta: 0m00s",
         output,
     )
-    assert f"validate step: 120  loss: {metrics[120]['validation_loss']:7.4f}" in output
+    assert f"validate step: 160  loss: {metrics[160]['validation_loss']:7.4f}" in output
     assert list((folder / "tb").glob("events.*"))
 
 
@@ -78,8 +78,8 @@ def test_readme_shows_what_a_run_prints():
     """The two lines README promises: a loss that the target allows, in the format that the test above sees."""
     shown, tests = re.findall(r"```text\n(.*?)```", (REPO / "README.md").read_text(), flags=re.DOTALL)
     assert re.search(r"\d+ passed", tests)
-    assert re.search(r"step: 120  loss:  2\.\d{5}  grad_norm", shown)
-    assert float(re.search(r"validate step: 120  loss:  (\d\.\d{4})", shown).group(1)) < 0.85 * 3.29
+    assert re.search(r"step: 160  loss:  2\.\d{5}  grad_norm", shown)
+    assert float(re.search(r"validate step: 160  loss:  (\d\.\d{4})", shown).group(1)) < 0.85 * 3.14
 
 
 def test_the_second_command_runs_the_tests(copy):
@@ -96,7 +96,7 @@ def test_the_other_commands_run(copy, block):
 @pytest.mark.slow
 def test_the_debug_run_repeats_bit_for_bit(copy):
     """On all cores, in bf16: the first 20 steps of the first command, twice."""
-    command = f"{BLOCKS[0].strip()} --training.steps=20 --lr_scheduler.total_steps=120 --metrics.log_freq=1"
+    command = f"{BLOCKS[0].strip()} --training.steps=20 --lr_scheduler.total_steps=160 --metrics.log_freq=1"
     for name in ("once", "twice"):
         bash(f"{command} --job.dump_folder={name}", copy)
     once, twice = (read_metrics(copy / name) for name in ("once", "twice"))
