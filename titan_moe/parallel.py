@@ -29,8 +29,11 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model, parallelize_deepseekv
 
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
+from titan_moe.flavors import Flavor
+from titan_moe.moe.balance import balanced_random_ids
 from titan_moe.moe.dispatch import PLAN_OPS
 from titan_moe.moe.layer import choose_dispatcher, choose_experts
+from titan_moe.moe.layout import destinations
 
 
 def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims) -> None:
@@ -163,7 +166,13 @@ def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
     if m.capacity_factor is not None:
         lines.append(f"MoE: capacity factor {m.capacity_factor} drops by {m.drop_policy}; dropped copies are reported")
     if m.force_balance != "none":
-        lines.append(f"MoE: routing is forced ({m.force_balance}): the model does not learn to route")
+        tokens = config.training.local_batch_size * config.training.seq_len
+        ids_TK = forced_ids(m.force_balance, tokens, flavor)
+        ranks = destinations(ids_TK // (flavor.num_experts // ep), ep).sum(1).double().mean().item()
+        lines.append(
+            f"MoE: routing is forced ({m.force_balance}), the model does not learn to route; a token goes to "
+            f"{ranks:.3f} different ranks of {ep} in the mean"
+        )
     if ep > 1 and config.activation_checkpoint.mode != "none":
         copies = config.training.local_batch_size * config.training.seq_len * flavor.top_k
         kept = copies * flavor.dim * dtype.itemsize / 2**20
@@ -173,6 +182,14 @@ def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
             f"{kept / flavor.top_k:,.1f} MiB of block input (moe.redispatch)"
         )
     return lines
+
+
+def forced_ids(how: str, tokens: int, flavor: Flavor) -> torch.Tensor:
+    """Expert ids [T, K] as the forced router chooses them; "balanced_random" draws new ones each time."""
+    if how == "round_robin":
+        return torch.arange(tokens * flavor.top_k).view(tokens, flavor.top_k) % flavor.num_experts
+    groups, kept = flavor.num_expert_groups, flavor.num_limited_groups
+    return balanced_random_ids(tokens, flavor.top_k, flavor.num_experts, groups, kept, device="cpu")
 
 
 def total_and_active_parameters(model: nn.Module, top_k: int, num_experts: int) -> tuple[int, int]:

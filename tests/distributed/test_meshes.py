@@ -129,3 +129,14 @@ def test_load_and_losses_are_of_all_ranks(outcome):
 def test_drops_are_reported(outcome):
     records = outcome(1, "one_rank_drops").metrics.values()
     assert all(0 < record["moe_dropped.layers.1"] < 0.5 for record in records)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "one_rank"), (2, "fsdp2_ep2"), (4, "ep4_nodes_full")])
+def test_every_expert_that_received_a_token_learns(outcome, ranks, name):
+    """And no other: a gradient for each weight of exactly the experts that a token was routed to at step 1."""
+    step1 = outcome(ranks, name).step1
+    for layer, ids in enumerate(step1["routing"], start=1):
+        chosen = torch.zeros(8, dtype=torch.bool).index_fill_(0, ids.flatten(), True)
+        for weight in ("w1_EFD", "w2_EDF", "w3_EFD"):
+            gradient = step1["gradients"][f"layers.{layer}.moe.routed_experts.inner_experts.{weight}"]
+            assert torch.equal(gradient.flatten(1).norm(dim=1) > 0, chosen), (layer, weight)
