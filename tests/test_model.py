@@ -32,8 +32,10 @@ def model(config):
     return model
 
 
-def test_dense_attention_equals_attention_inside_each_document():
+@pytest.mark.parametrize("pad_from", [1, 1000])
+def test_dense_attention_equals_attention_inside_each_document(monkeypatch, pad_from):
     """In float64, value heads narrower than query heads: each packed document by itself gives the same."""
+    monkeypatch.setattr("titan_moe.model.PAD_FROM_LENGTH", pad_from)
     torch.manual_seed(0)
     lengths, heads, scale = [5, 1, 7], 2, 0.3
     q, k, v = (torch.randn(1, sum(lengths), heads, width, dtype=torch.float64) for width in (6, 6, 4))

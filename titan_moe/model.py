@@ -43,6 +43,9 @@ from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 # larger one seeds less often; it is part of what the initial weights are, so it must never change.
 INIT_BLOCK_ELEMENTS = 2**20
 
+# Forward and backward in bf16, padded over plain: 1.8 times as long at 128 tokens, equal at 256, 0.4 times at 1,024.
+PAD_FROM_LENGTH = 256
+
 
 def model_config(config: Config) -> DeepSeekV3Model.Config:
     """torchtitan's config tree for this model, our nodes and the sharding of every node in it.
@@ -143,8 +146,8 @@ class DenseAttention(Module):
     """Causal attention inside documents with a dense mask, for devices without FlexAttention's backward.
 
     Letters: B batch, L sequence, N heads, H head width. MLA's value heads are narrower than its query heads, which
-    would send CPU attention down its slow path; values padded with zeros to the query's width take the fast one, and
-    the padding, being zero, is cut off the output again.
+    sends CPU attention down its plain path: logits of the whole sequence. Values padded with zeros to the query's width take
+    the tiled one, and the padding, being zero, is cut off the output again. That pays from PAD_FROM_LENGTH on.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -156,7 +159,8 @@ class DenseAttention(Module):
 
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: torch.Tensor, scale: float | None = None):
         v_width = v_BLNH.shape[-1]
-        v_BLNH = F.pad(v_BLNH, (0, q_BLNH.shape[-1] - v_width))
+        if q_BLNH.shape[1] >= PAD_FROM_LENGTH:
+            v_BLNH = F.pad(v_BLNH, (0, q_BLNH.shape[-1] - v_width))
         out_BNLH = F.scaled_dot_product_attention(
             q_BLNH.transpose(1, 2),
             k_BLNH.transpose(1, 2),
