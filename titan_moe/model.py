@@ -146,8 +146,8 @@ class DenseAttention(Module):
     """Causal attention inside documents with a dense mask, for devices without FlexAttention's backward.
 
     Letters: B batch, L sequence, N heads, H head width. MLA's value heads are narrower than its query heads, which
-    sends CPU attention down its plain path: logits of the whole sequence. Values padded with zeros to the query's width take
-    the tiled one, and the padding, being zero, is cut off the output again. That pays from PAD_FROM_LENGTH on.
+    sends CPU attention down its plain path: logits of the whole sequence. Values padded with zeros to the query's width
+    take the tiled one, and the padding, being zero, is cut off the output again. It pays from PAD_FROM_LENGTH on.
     """
 
     @dataclass(kw_only=True, slots=True)
