@@ -123,18 +123,7 @@ def build(config: Config) -> Run:
         (folder / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
     metrics = Metrics(config, folder, attempt, flops_per_token, writes=dist.get_rank() == 0)
 
-    t = config.training
-    tokens_per_step = t.local_batch_size * t.seq_len * dp_degree * accumulation_steps
-    peak = "unknown" if metrics.peak_flops is None else f"{metrics.peak_flops / 1e12:,.0f} bf16 TFLOP/s"
-    logger.info(f"Run folder {folder}, attempt {attempt}; device {metrics.memory.device_name}, peak {peak}")
-    logger.info(f"Model {config.model.name} {config.model.flavor}: {total:,} parameters, {active:,} active per token")
-    logger.info(f"Parameters {t.dtype}, compute {t.mixed_precision_param}, reduction {t.mixed_precision_reduce}")
-    for line in parallel.moe_report(config, parallel_dims):
-        logger.info(line)
-    logger.info(
-        f"Tokens per step: {t.local_batch_size} sequences x {t.seq_len} tokens x {dp_degree} data-parallel ranks x "
-        f"{accumulation_steps} microbatches = {tokens_per_step:,}, {tokens_per_step * t.steps:,} in {t.steps} steps"
-    )
+    report(config, parallel_dims, accumulation_steps, folder, attempt, metrics, total, active)
     return Run(
         config=config,
         device=device,
@@ -150,6 +139,32 @@ def build(config: Config) -> Run:
         metrics=metrics,
         progress=progress,
         spmd_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims),
+    )
+
+
+def report(
+    config: Config,
+    parallel_dims: ParallelDims,
+    accumulation_steps: int,
+    folder: Path,
+    attempt: int,
+    metrics: Metrics,
+    total: int,
+    active: int,
+) -> None:
+    """What this run is, before its first step: folder, device, model size, types, the MoE region, tokens per step."""
+    _, dp_degree = runtime.batch_coordinates(parallel_dims)
+    t = config.training
+    tokens_per_step = t.local_batch_size * t.seq_len * dp_degree * accumulation_steps
+    peak = "unknown" if metrics.peak_flops is None else f"{metrics.peak_flops / 1e12:,.0f} bf16 TFLOP/s"
+    logger.info(f"Run folder {folder}, attempt {attempt}; device {metrics.memory.device_name}, peak {peak}")
+    logger.info(f"Model {config.model.name} {config.model.flavor}: {total:,} parameters, {active:,} active per token")
+    logger.info(f"Parameters {t.dtype}, compute {t.mixed_precision_param}, reduction {t.mixed_precision_reduce}")
+    for line in parallel.moe_report(config, parallel_dims):
+        logger.info(line)
+    logger.info(
+        f"Tokens per step: {t.local_batch_size} sequences x {t.seq_len} tokens x {dp_degree} data-parallel ranks x "
+        f"{accumulation_steps} microbatches = {tokens_per_step:,}, {tokens_per_step * t.steps:,} in {t.steps} steps"
     )
 
 
