@@ -109,6 +109,9 @@ class Model:
     original_seq_len: int | None = None
     """Sequence length that YaRN extends from"""
 
+    num_mtp_layers: int | None = None
+    """Multi-token prediction layers after the last one, each predicting one token further ahead (arXiv 2412.19437, 2.2)"""
+
 
 @dataclass(kw_only=True)
 class MoE:
@@ -251,6 +254,9 @@ class Loss:
     """The output head and the cross-entropy run over this many pieces of the sequence, so that the logits of a whole
     sequence never exist at once; 1: all at once"""
 
+    mtp_coeff: float = 0.3
+    """Weight of the mean cross-entropy of the multi-token prediction layers; DeepSeek-V3 had 0.3, then 0.1"""
+
 
 @dataclass(kw_only=True)
 class Validation:
@@ -282,13 +288,42 @@ class Parallelism:
     """Whether gathered parameters are freed between forward and backward"""
 
     expert_parallel_degree: int = 1
-    """Ranks that the experts are spread over; they are taken from the data-parallel shard ranks"""
+    """Ranks that the experts are spread over; they are taken from the shard, context and tensor ranks"""
+
+    tensor_parallel_degree: int = 1
+    """Ranks that heads and hidden widths are split over, with activations split by sequence between them"""
+
+    context_parallel_degree: int = 1
+    """Ranks that one sequence is split over"""
+
+    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
+    """Which pieces of a sequence a context rank holds: one of the start and one of the end, so that causal attention
+    costs all ranks the same, or one piece"""
+
+    pipeline_parallel_degree: int = 1
+    """Ranks that the layers are split over"""
+
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """In which order a pipeline's microbatches run"""
+
+    pipeline_parallel_microbatch_size: int = 1
+    """Sequences of one pipeline microbatch"""
+
+    pipeline_parallel_layers_per_stage: list[int] = field(default_factory=list)
+    """Layers of each stage, first to last; the first stage also has the embedding, the last one the head. As many
+    numbers as stages: the pipeline degree with 1F1B, a multiple of it with interleaved schedules, twice it with
+    V-shaped ones. Empty: balanced by FLOPs, two stages per rank where the schedule has several"""
 
 
 @dataclass(kw_only=True)
 class ActivationCheckpoint:
     mode: Literal["none", "selective", "full"] = "selective"
     """What backward recomputes: nothing, cheap operations, or whole layers"""
+
+    recompute: list[Literal["mla_up_proj", "swiglu", "norms", "shared_expert"]] = field(default_factory=list)
+    """With mode "none": parts of every layer that backward recomputes nevertheless"""
 
 
 @dataclass(kw_only=True)

@@ -43,6 +43,7 @@ class Flavor:
     rope_factor: float = 40.0
     max_seq_len: int = 16384
     original_seq_len: int = 4096
+    num_mtp_layers: int = 0
 
 
 FLAVORS: dict[str, Flavor] = {
