@@ -8,7 +8,7 @@ config_check.py) lists what does not fit together. Imports neither torch nor tor
 
 import difflib
 import json
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
@@ -242,11 +242,34 @@ def _convert(value: Any, hint: Any) -> Any:
         if not isinstance(value, list):
             raise ValueError(f"expected list, got {type(value).__name__}")
         return [_convert(element, get_args(hint)[0]) for element in value]
+    if is_dataclass(hint):
+        return _table(value, hint)
     if hint is float and type(value) is int:
         return float(str(value))  # through str: float() of an integer beyond its range raises, this is inf
     if type(value) is not hint:  # not isinstance: a bool is an int there
         raise ValueError(f"expected {hint.__name__}, got {type(value).__name__}")
     return value
+
+
+def _table(value: Any, cls: Any) -> Any:
+    """One entry of an array of tables."""
+    if not isinstance(value, dict):
+        raise ValueError(f"expected table, got {type(value).__name__}")
+    hints, found, problems = get_type_hints(cls), {}, []
+    for key, element in value.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1)
+            problems.append(f"unknown key {key}" + (f" (did you mean {near[0]}?)" if near else ""))
+            continue
+        try:
+            found[key] = _convert(element, hints[key])
+        except ValueError as error:
+            problems.append(f"{key} = {element!r}: {error}")
+    needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    problems += [f"needs {name}" for name in needed if name not in value]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return cls(**found)
 
 
 def _build(cls: type, prefix: str, values: dict[str, Any]) -> Any:
@@ -266,6 +289,9 @@ def to_toml(config: Config) -> str:
     def literal(value: Any) -> str:
         if isinstance(value, list):
             return f"[{', '.join(map(literal, value))}]"
+        if is_dataclass(value):
+            pairs = {f.name: getattr(value, f.name) for f in fields(value)}
+            return f"{{{', '.join(f'{k} = {literal(v)}' for k, v in pairs.items() if v is not None)}}}"
         if isinstance(value, float):
             return repr(value)  # the shortest text that reads back equal; json would write Infinity
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON is TOML but for DEL
