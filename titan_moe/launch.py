@@ -14,8 +14,7 @@ from pathlib import Path
 from titan_moe import config_file, run_folder
 from titan_moe.config import Config
 from titan_moe.config_file import ConfigError
-from titan_moe.sources import list_both
-from titan_moe.tokenizer import build_tokenizer
+from titan_moe.preflight import data_problems
 
 
 def main(argv: list[str], env: Mapping[str, str]) -> int:
@@ -29,7 +28,7 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         if world_size:
             problems += config_file.check(config, world_size)
         folder = run_folder.choose(config, {"RUN_ID": run_id})
-        problems += _inputs(config) + _checkpoints(config, folder)
+        problems += data_problems(config, folder) + _checkpoints(config, folder)
         if reason := run_folder.refusal(folder, run_id, resume=config.checkpoint.enable):
             problems.append(reason)
         if problems:
@@ -40,20 +39,6 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
     print(f"Run folder: {folder}", file=sys.stderr)
     print(run_id)
     return 0
-
-
-def _inputs(config: Config) -> list[str]:
-    """What is wrong with the files that the run will read, as far as a listing tells."""
-    found = []
-    try:
-        build_tokenizer(config.model.hf_assets_path, config_file.model_flavor(config).vocab_size)
-    except ValueError as error:
-        found.append(str(error))
-    try:
-        list_both(config)
-    except ValueError as error:
-        found.append(str(error))
-    return found
 
 
 def _checkpoints(config: Config, folder: Path) -> list[str]:
