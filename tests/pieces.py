@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as LibraryTokenizer
 
 from titan_moe.config import Config, DataSource
 from titan_moe.data import PackedDataLoader, build_dataloader
@@ -47,6 +49,19 @@ def write(folder: Path, texts: dict[str, bytes]) -> str:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(text)
     return str(folder)
+
+
+def write_tokenizer(folder: Path, added: list[str], config: dict | None = None) -> LibraryTokenizer:
+    """A byte-level BPE with no merges: ids 0-255, then the added tokens."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = LibraryTokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in added])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokenizer
 
 
 def jsonl(texts: Sequence[str], field: str = "text") -> bytes:

@@ -9,25 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.pieces import write_tokenizer
 from titan_moe.sources.piece import Fault
 from titan_moe.tokenizer import ByteTokenizer, JsonTokenizer, build_tokenizer
 
 ROWS = 200_000  # of an embedding that no tokenizer here outgrows
-
-
-def write_tokenizer(folder: Path, added: list[str], config: dict | None = None) -> Tokenizer:
-    """A byte-level BPE with no merges: ids 0-255, then the added tokens."""
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in added])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    if config is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return tokenizer
 
 
 def encode(tokenizer: JsonTokenizer | ByteTokenizer, text: bytes) -> np.ndarray:

@@ -161,9 +161,7 @@ class PackedDataLoader(StatefulDataLoader):
     def _show_skipped(self) -> None:
         if self._counts_skipped and (skipped := self.skipped) >= max(2 * self._skipped_shown, 1):
             self._skipped_shown = skipped
-            logger.warning(
-                f'on_error = "skip" has left out {skipped:,} documents on data-parallel rank {self._data.dp_rank}'
-            )
+            logger.warning(f"Broken documents left out so far on data-parallel rank {self._data.dp_rank}: {skipped:,}")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Fresh tensors, which DCP may write into; together the ranks have the shards 0 to S - 1 on any mesh."""

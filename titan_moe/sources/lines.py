@@ -81,9 +81,7 @@ def text_of(line: bytes, text_field: str) -> bytes | Fault:
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, or nested that deep
         return Fault(f"is not JSON that can be read: {error}")
     if not isinstance(row, dict):
-        return Fault(
-            f"is a JSON {type(row).__name__}; each line must be an object like {{{json.dumps(text_field)}: ...}}"
-        )
+        return Fault(f'is a JSON {type(row).__name__}; each line must be an object, like {{"{text_field}": "..."}}')
     return text_of_field(row, text_field)
 
 

@@ -47,8 +47,8 @@ class RowPiece(FilePiece):
                     if row >= self.end:
                         return
             except (pa.ArrowException, OSError) as error:
-                where = f"{self.path}, row group {self.row_group}"
-                raise ValueError(f"{where}: cannot be read: {error}. Get the file again") from error
+                where, why = f"{self.path}, row group {self.row_group}", " ".join(str(error).split())
+                raise ValueError(f"{where}: cannot be read: {why}. Get the file again") from error
 
     def where(self, document: int, at: int = 0) -> str:
         return f"{self.path}, row {self.rows_before + self.start + document}"
