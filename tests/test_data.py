@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from tests.pieces import (
     TOKENIZER,
+    Made,
     Row,
     State,
     listed,
@@ -29,7 +31,7 @@ from tests.pieces import (
     run,
     write,
 )
-from titan_moe import packing
+from titan_moe import data, packing
 from titan_moe.config import Config
 from titan_moe.data import build_dataloaders
 from titan_moe.mixture import count_shards, deal
@@ -219,6 +221,29 @@ def test_workers_change_nothing() -> None:
         assert rows_of(one) == rows_of(other)
         assert same_state(alone.state_dict(), helped.state_dict())  # so nothing that was only prefetched counts
     assert helped.state_dict()["next_sample"] == 12 * 2 * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_divide_the_shards(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Together they encode what the training process alone would, each document in one of them."""
+    source = made(*[(5,) * 3] * 24)
+    encoded: Counter[str] = Counter()
+    plain = Made.documents
+
+    def documents(piece: Made, first: int = 0) -> Iterator[bytes]:
+        encoded[piece.name] += 1
+        return plain(piece, first)
+
+    monkeypatch.setattr(Made, "documents", documents)
+    dataset = make_loader(source, 0, ranks, num_shards=8).dataset
+    opened = []
+    for worker in range(3):
+        encoded.clear()
+        monkeypatch.setattr(data, "get_worker_info", lambda worker=worker: SimpleNamespace(id=worker, num_workers=3))
+        rounds = list(itertools.islice(dataset, 5))  # each piece of a shard has 21 tokens: 5 samples of 8 need two
+        assert all(len(part[0]) == len(dataset.shards[worker::3]) for part in rounds)
+        opened.append(set(encoded))
+    assert opened[0] and not opened[0] & opened[1] and not opened[0] & opened[2] and not opened[1] & opened[2]
 
 
 def test_iter_starts_over_and_leaves_nothing_behind() -> None:

@@ -98,7 +98,7 @@ def test_what_cannot_be_read_is_named_in_good_time(tmp_path: Path) -> None:
         except ValueError as error:
             print(f"{time.monotonic() - start:.1f} s: {error}")
     """
-    expected = ['"hf:me/nothing" cannot be listed at http://127.0.0.1', 'Unknown split "test"', "Invalid rev id"]
+    expected = ['"hf:me/nothing" cannot be listed at http://127.0.0.1', "Bad split: test", "Invalid rev id"]
     expected += ['has no field "body"; its fields are: text, n', "write hf:owner/name"]
     command = [sys.executable, "-c", PRELUDE + textwrap.dedent(code)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

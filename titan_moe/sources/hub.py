@@ -8,6 +8,7 @@ reads, and reads ahead; when it fails it begins again at the row it had come to,
 waits for it gives up in good time, with the last error in the message. `HF_ENDPOINT` names another hub, a mirror.
 """
 
+import atexit
 import itertools
 import logging
 import os
@@ -15,6 +16,7 @@ import queue
 import re
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +73,20 @@ class HubPiece(Piece):
         return f"{self.name}, data file {self.index}, row {document}"
 
 
+_readers: weakref.WeakSet["Reader"] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_readers() -> None:
+    """Python does not survive a thread that comes back from pyarrow while it shuts down."""
+    readers = list(_readers)
+    for reader in readers:
+        reader.ended.set()
+    deadline = time.monotonic() + 5
+    for reader in readers:
+        reader.join(max(deadline - time.monotonic(), 0))
+
+
 class Reader(threading.Thread):
     """Puts batches of rows into `rows`: lists of texts, then None at the end, or an error that no repetition mends."""
 
@@ -80,6 +96,7 @@ class Reader(threading.Thread):
         self.ended = threading.Event()  # nobody takes rows any more
         self.failures = 0
         self.error: Exception | None = None
+        _readers.add(self)
 
     def run(self) -> None:
         wait = FIRST_WAIT
