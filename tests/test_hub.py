@@ -109,11 +109,12 @@ def test_what_cannot_be_read_is_named_in_good_time(tmp_path: Path) -> None:
         lines = [process.stdout.readline() for _ in range(6)]
         server.hangs.set()
         rest, _ = process.communicate("go\n", timeout=60)
+        assert process.returncode == 0, "it aborted"
     assert all(part in line for part, line in zip(expected, lines, strict=False)), lines
     assert lines[5].strip() == server.sha
     seconds, message = rest.split(" s: ")
     assert 3 <= float(seconds) < 20
-    assert "hf:me/texts, data file" in message and "nothing came for 3 s from http://127.0.0.1" in message
+    assert "hf:me/texts@main:train, data file" in message and "nothing came for 3 s from http://127.0.0.1" in message
     assert "Resume from the last checkpoint when the hub answers again" in message
 
 

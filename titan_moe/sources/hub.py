@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import re
+import sys
 import threading
 import time
 import weakref
@@ -78,13 +79,19 @@ _readers: weakref.WeakSet["Reader"] = weakref.WeakSet()
 
 @atexit.register
 def _end_readers() -> None:
-    """Python does not survive a thread that comes back from pyarrow while it shuts down."""
+    """Python aborts when a thread comes back from pyarrow while it shuts down. So wait for all, and where one hangs in
+    the network, leave without the rest of the shut-down."""
     readers = list(_readers)
     for reader in readers:
         reader.ended.set()
     deadline = time.monotonic() + 5
     for reader in readers:
         reader.join(max(deadline - time.monotonic(), 0))
+    if any(reader.is_alive() for reader in readers):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1 if hasattr(sys, "last_value") else 0)  # last_value: of an error that nobody caught
 
 
 class Reader(threading.Thread):
