@@ -261,6 +261,7 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
             grad_norm=float(grad_norm),
             lr=lr,
             **run.optimizers.balancer.statistics(),
+            **run.dataloader.statistics(batch_mesh, run.device),
             tokens_seen=run.progress.tokens_seen,
             validation_loss=validation_loss,
         )

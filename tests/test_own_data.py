@@ -222,6 +222,8 @@ def test_skipped_documents_are_counted_over_epochs_resumes_and_workers(
     (straight,) = ranks_at(source, 1, 4, None)
     expected, _ = run([straight], 90)
     assert rows == expected and straight.skipped == skipped[2]
+    assert straight.statistics(None, torch.device("cpu")) == {"skipped_documents": skipped[2]}
+    assert make_loader(replace(source, on_error="raise")).statistics(None, torch.device("cpu")) == {}
     assert caplog.text.count("left out so far") <= 20
 
 

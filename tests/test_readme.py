@@ -95,6 +95,13 @@ def test_the_other_commands_run(copy, block):
     assert "step:" in bash(block, copy)
 
 
+def test_own_data_takes_three_commands_from_jsonl_to_a_run():
+    """The test above runs them."""
+    (block,) = [block for block in BLOCKS[2:] if "titan_moe.tokenize" in block]
+    commands = re.findall(r"^(mkdir|\$\(python3|\./run_train\.sh)", block, flags=re.MULTILINE)
+    assert len(commands) == 3 and "my_texts/a.jsonl" in block
+
+
 @pytest.mark.slow
 def test_the_debug_run_repeats_bit_for_bit(copy):
     """On all cores, in bf16: the first 20 steps of the first command, twice."""

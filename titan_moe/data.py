@@ -37,6 +37,8 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -158,6 +160,17 @@ class PackedDataLoader(StatefulDataLoader):
         """Documents of this rank's shards that on_error = "skip" has left out, every epoch's."""
         return sum(int(state[:, -1].sum()) for state in self._states.values())
 
+    def statistics(self, mesh: DeviceMesh | None, device: torch.device) -> dict[str, int]:
+        """For the log (all ranks of the batch mesh participate): what on_error = "skip" left out on all of them."""
+        if not self._counts_skipped:
+            return {}
+        # Of ranks that read the same shards, the first counts.
+        mine = self.skipped if self._data.dp_rank == self._data.shards.start else 0
+        total = torch.tensor(mine, device=device)
+        if mesh is not None:
+            dist.all_reduce(total, group=mesh.get_group())
+        return {"skipped_documents": int(total)}
+
     def _show_skipped(self) -> None:
         if self._counts_skipped and (skipped := self.skipped) >= max(2 * self._skipped_shown, 1):
             self._skipped_shown = skipped
@@ -235,6 +248,11 @@ def build_dataloaders(
     build = partial(
         build_dataloader, config, tokenizer=tokenizer, dp_rank=dp_rank, dp_degree=dp_degree, local_batch_size=batch
     )
+    for source in listing.training:
+        size = f"{sum(file.size for file in source.files):,} bytes" if source.files else source.revision
+        logger.info(
+            f"Data: {source.dataset} ({source.kind}, {size}, {len(source.pieces)} pieces), weight {source.weight}"
+        )
     training = build(sources=listing.training, seed=config.debug.seed)
     held_out = listing.validation
     return training, None if held_out is None else build(sources=held_out, seed=0)  # the same samples in every run
