@@ -35,6 +35,7 @@ from titan_moe.checkpoint import Progress, build_checkpointer
 from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.config import Config
 from titan_moe.data import PackedDataLoader, build_dataloaders
+from titan_moe.loss import build_loss
 from titan_moe.metrics import Metrics
 from titan_moe.model import attention_masks, build_model, init_weights
 from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
@@ -98,7 +99,7 @@ def build(config: Config) -> Run:
     model.train()
 
     # 7) loss, optimizer, schedule
-    loss_fn = parallel.build_loss(config, model)
+    loss_fn = build_loss(config, model)
     optimizers = build_optimizers(config, model, parallel_dims)
     lr_schedulers = build_lr_schedulers(config, optimizers)
 

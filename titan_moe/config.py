@@ -110,7 +110,7 @@ class Model:
     """Sequence length that YaRN extends from"""
 
     num_mtp_layers: int | None = None
-    """Multi-token prediction layers after the last one, each predicting one token further ahead (arXiv 2412.19437, 2.2)"""
+    """Multi-token prediction layers, each predicting one token further ahead (arXiv 2412.19437, 2.2)"""
 
 
 @dataclass(kw_only=True)

@@ -1,49 +1,31 @@
 """Parallelism: calls into torchtitan, plus what makes gradient accumulation and recompute cheap.
 
 Order matters and is torchtitan's: shardings declared in the config tree, activation checkpointing, FSDP2, compile.
-
-Activation checkpointing repeats a block's forward inside backward, and token dispatch is what must not be repeated: the
-plan costs a host sync and an exchange of counts, the rows cost the wire. Both are ops (moe/dispatch.py), so that
-torchtitan's policies, which save by op, can keep what they return; recompute stops early, before combine, because
-nothing after it is needed again. `moe.redispatch` trades the kept rows back for traffic; the plan stays kept.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import cast
 
 from titan_moe.runtime import DEVICE_TYPE, prepare_for_backend
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, parallelize_deepseekv3
 
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.flavors import Flavor
 from titan_moe.moe.balance import balanced_random_ids
-from titan_moe.moe.dispatch import PLAN_OPS
 from titan_moe.moe.layer import choose_dispatcher, choose_experts
 from titan_moe.moe.layout import destinations
+from titan_moe.recompute import checkpointing
 
 
 def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims) -> None:
     """Shard, checkpoint and compile the meta-device model in place, as configured."""
-    redispatch = config.moe.redispatch
-    checkpointing = {
-        "none": None,
-        "selective": SelectiveCheckpointing.Config(redispatch=redispatch),
-        "full": FullCheckpointing.Config(redispatch=redispatch),
-    }
     parallelize_deepseekv3(
         model,
         parallel_dims=parallel_dims,
@@ -53,7 +35,7 @@ def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelD
         ),
         parallelism=ParallelismConfig(fsdp_reshard_after_forward=config.parallelism.fsdp_reshard_after_forward),
         compile_config=CompileConfig(enable=False),  # below: torchtitan's wants whole blocks as one graph
-        ac_config=checkpointing[config.activation_checkpoint.mode],
+        ac_config=checkpointing(config),
         dump_folder="",
     )
     prepare_for_backend(model)
@@ -71,68 +53,6 @@ def compile_layers(model: DeepSeekV3Model, backend: str) -> None:
             parts = [block.get_submodule(name) for name in names]
         for part in parts:
             part.compile(backend=backend)
-
-
-def kept_ops(redispatch: bool) -> set:
-    """What no recompute repeats: the router's choice, which could fall differently on ties, the plan, the rows."""
-    return {
-        torch.ops.aten.topk.default,
-        *PLAN_OPS,
-        *(() if redispatch else (torch.ops.titan_moe.dispatch_rows.default,)),
-    }
-
-
-class SelectiveCheckpointing(SelectiveAC):
-    """torchtitan's selective recompute, which also keeps `kept_ops` and stops when it has all that it needs."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):
-        redispatch: bool = False
-
-    def get_save_ops(self) -> set:
-        return super().get_save_ops() | kept_ops(cast("SelectiveCheckpointing.Config", self.config).redispatch)
-
-    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        wrapped = super()._wrap_block(module, base_fqn=base_fqn)
-        assert isinstance(wrapped, CheckpointWrapper)
-        wrapped.checkpoint_fn = partial(wrapped.checkpoint_fn, early_stop=True)
-        return wrapped
-
-
-class FullCheckpointing(FullAC):
-    """Recompute of whole blocks except for `kept_ops`, until it has all that it needs."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(FullAC.Config):
-        redispatch: bool = False
-
-    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        ops = list(kept_ops(cast("FullCheckpointing.Config", self.config).redispatch))
-        return checkpoint_wrapper(
-            module,
-            context_fn=partial(create_selective_checkpoint_contexts, ops),
-            preserve_rng_state=self.config.preserve_rng_state,
-            determinism_check=self.config.determinism_check,
-            early_stop=True,
-            debug=self.config.debug,
-        )
-
-
-def build_loss(config: Config, model: DeepSeekV3Model) -> BaseLoss:
-    """Cross-entropy summed over tokens and divided by the global number of valid ones, in chunks of the sequence if
-    asked."""
-    if config.loss.num_chunks == 1:
-        return CrossEntropyLoss.Config().build(compile_config=compile_config(config))
-    loss = ChunkedLossWrapper.Config(num_chunks=config.loss.num_chunks).build(compile_config=compile_config(config))
-    loss.set_lm_head(model.lm_head)
-    model._skip_lm_head = True  # the loss applies the head itself, chunk by chunk
-    return loss
-
-
-def compile_config(config: Config) -> CompileConfig:
-    return CompileConfig(
-        enable=config.compile.enable, components=list(config.compile.components), backend=config.compile.backend
-    )
 
 
 @contextmanager
