@@ -10,9 +10,17 @@ from titan_moe.config import Config
 
 
 def data_parallel_degree(config: Config, world_size: int) -> tuple[int, int]:
-    """(replicate, shard): copies of the model, and ranks that one copy is sharded over, with -1 resolved."""
-    replicate, shard = config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
-    return replicate, world_size // replicate if shard == -1 else shard
+    """(replicate, shard): copies of the model, and ranks that one copy is sharded over, with -1 resolved. Only these
+    ranks have sequences of their own: context, tensor and pipeline ranks share theirs."""
+    p = config.parallelism
+    replicate, shard = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
+    return replicate, world_size // (replicate * model_parallel_degree(config)) if shard == -1 else shard
+
+
+def model_parallel_degree(config: Config) -> int:
+    """Ranks that work on the same sequences together: context x tensor x pipeline."""
+    p = config.parallelism
+    return p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
 
 
 def gradient_accumulation_steps(config: Config, world_size: int) -> int:
@@ -21,6 +29,13 @@ def gradient_accumulation_steps(config: Config, world_size: int) -> int:
         return 1
     replicate, shard = data_parallel_degree(config, world_size)
     return config.training.global_batch_size // (config.training.local_batch_size * replicate * shard)
+
+
+def pipeline_microbatches(config: Config) -> int:
+    """Microbatches that one forward and backward of a rank is cut into for its pipeline; 1 without a pipeline."""
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return 1
+    return config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
 
 
 def sequences_per_step(config: Config, world_size: int) -> int:
