@@ -10,11 +10,27 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
 
-from titan_moe import flavors, mesh_check
+from titan_moe import flavors, mesh_check, pipeline_check
 from titan_moe.config import Config
-from titan_moe.mesh_check import choices, data_parallel_degree, gradient_accumulation_steps, sequences_per_step
+from titan_moe.mesh_check import (
+    choices,
+    data_parallel_degree,
+    gradient_accumulation_steps,
+    microbatch_size,
+    microbatches_per_step,
+    sequences_per_step,
+    tokens_per_sequence,
+)
 
-__all__ = ["check", "data_parallel_degree", "gradient_accumulation_steps", "model_flavor", "sequences_per_step"]
+__all__ = [
+    "check",
+    "data_parallel_degree",
+    "gradient_accumulation_steps",
+    "microbatch_size",
+    "microbatches_per_step",
+    "model_flavor",
+    "sequences_per_step",
+]
 
 # What a single number must satisfy, and the keys it goes for: outside, something later crashes or, worse, does not.
 RULES: list[tuple[str, Callable[[float], bool], str]] = [
@@ -24,13 +40,16 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "model.rope_factor model.original_seq_len training.local_batch_size training.seq_len training.steps "
         "training.gc_freq training.dataloader.prefetch_factor training.dataloader.num_shards loss.num_chunks "
         "validation.freq validation.steps parallelism.data_parallel_replicate_degree "
-        "parallelism.expert_parallel_degree moe.ranks_per_node checkpoint.interval metrics.log_freq "
+        "parallelism.expert_parallel_degree parallelism.tensor_parallel_degree parallelism.context_parallel_degree "
+        "parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_microbatch_size "
+        "moe.ranks_per_node checkpoint.interval metrics.log_freq "
         "comm.init_timeout_seconds comm.train_timeout_seconds",
     ),
     (
         "must be at least 0",
         lambda value: value >= 0,
-        "model.q_lora_rank model.mscale moe.load_balance_coeff moe.sequence_loss_coeff moe.z_loss_coeff "
+        "model.q_lora_rank model.mscale model.num_mtp_layers loss.mtp_coeff "
+        "moe.load_balance_coeff moe.sequence_loss_coeff moe.z_loss_coeff "
         "optimizer.weight_decay lr_scheduler.warmup_steps "
         "training.dataloader.num_workers comm.trace_buf_size",
     ),
@@ -60,6 +79,10 @@ DIVISORS = {
     "parallelism.data_parallel_replicate_degree",
     "parallelism.data_parallel_shard_degree",
     "parallelism.expert_parallel_degree",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.context_parallel_degree",
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.pipeline_parallel_microbatch_size",
     "training.local_batch_size",
     "training.seq_len",
     "loss.num_chunks",
@@ -67,13 +90,16 @@ DIVISORS = {
 """Numbers that must be sound before any arithmetic with the others makes sense"""
 
 
-def check(config: Config, world_size: int) -> list[str]:
-    """Everything that does not fit together when `world_size` processes train `config`; empty when all does."""
+def check(config: Config, world_size: int, *, accelerator: bool = False) -> list[str]:
+    """Everything that does not fit together when `world_size` processes train `config`; empty when all does.
+    `accelerator`: they are known to have one each."""
     numbers = _numbers(config)
     flavor = model_flavor(config)
     found = [*numbers.values(), *flavors.problems(flavor), *_files(config)]
     if not numbers.keys() & DIVISORS:
-        found += mesh_check.check(config, world_size, flavor.num_experts)
+        found += mesh_check.check(config, world_size, flavor)
+        found += mesh_check.check_accelerator(config) if accelerator else []
+        found += pipeline_check.check(config, world_size, flavor)
         found += _moe(config)
         found += _lengths(config, flavor.max_seq_len)
     return found
@@ -146,9 +172,13 @@ def _lengths(config: Config, max_seq_len: int) -> list[str]:
             f"training.seq_len = {seq_len}: longer than the rotary table, model.max_seq_len = {max_seq_len}; shorten "
             "the one or lengthen the other"
         )
-    if seq_len % num_chunks:
-        fewer = next(d for d in range(min(num_chunks, seq_len), 0, -1) if seq_len % d == 0)
-        found.append(f"loss.num_chunks = {num_chunks}: must divide training.seq_len = {seq_len}; for example {fewer}")
+    tokens, cp = tokens_per_sequence(config), config.parallelism.context_parallel_degree
+    if tokens % num_chunks and seq_len % cp == 0:
+        fewer = next(d for d in range(min(num_chunks, tokens), 0, -1) if tokens % d == 0)
+        whole = f"training.seq_len = {seq_len}"
+        if cp > 1:
+            whole = f"training.seq_len / context_parallel_degree = {seq_len} / {cp} = {tokens}"
+        found.append(f"loss.num_chunks = {num_chunks}: must divide {whole}; for example {fewer}")
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
     if total_steps is not None and total_steps < steps:
         found.append(
