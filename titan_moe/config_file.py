@@ -17,7 +17,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tomli
 
 from titan_moe.config import Config
-from titan_moe.config_check import check, data_parallel_degree, gradient_accumulation_steps, model_flavor
+from titan_moe.config_check import (
+    check,
+    data_parallel_degree,
+    gradient_accumulation_steps,
+    microbatch_size,
+    microbatches_per_step,
+    model_flavor,
+)
 
 __all__ = [
     "ConfigError",
@@ -25,6 +32,8 @@ __all__ = [
     "data_parallel_degree",
     "gradient_accumulation_steps",
     "load",
+    "microbatch_size",
+    "microbatches_per_step",
     "model_flavor",
     "parse_arguments",
     "raise_on_problems",

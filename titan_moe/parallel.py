@@ -5,27 +5,44 @@ Order matters and is torchtitan's: shardings declared in the config tree, activa
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
-from titan_moe.runtime import DEVICE_TYPE, prepare_for_backend
+from titan_moe.runtime import DEVICE_TYPE, prepare_for_backend, titan_parallelism
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import CompileConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, parallelize_deepseekv3
 
 from titan_moe.config import Config
-from titan_moe.config_check import model_flavor
+from titan_moe.config_check import microbatch_size, microbatches_per_step, model_flavor
 from titan_moe.flavors import Flavor
 from titan_moe.moe.balance import balanced_random_ids
 from titan_moe.moe.layer import choose_dispatcher, choose_experts
 from titan_moe.moe.layout import destinations
+from titan_moe.pipeline import Pipeline
 from titan_moe.recompute import checkpointing
 
 
-def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims) -> None:
-    """Shard, checkpoint and compile the meta-device model in place, as configured."""
+def parallelize(
+    model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims, device: torch.device
+) -> tuple[list[DeepSeekV3Model], Pipeline | None]:
+    """Cut the meta-device model into this rank's pipeline stages, and shard, checkpoint and compile each. Without a
+    pipeline the model itself is the one part."""
+    shard = partial(parallelize_part, config=config, parallel_dims=parallel_dims)
+    if not parallel_dims.pp_enabled:
+        shard(model)
+        return [model], None
+    microbatches = microbatches_per_step(config, dist.get_world_size())
+    pipeline = Pipeline(model, config, parallel_dims, device, microbatches=microbatches, parallelize=shard)
+    return pipeline.parts, pipeline
+
+
+def parallelize_part(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims) -> None:
+    """Shard, checkpoint and compile one part of the meta-device model in place, as configured."""
     parallelize_deepseekv3(
         model,
         parallel_dims=parallel_dims,
@@ -33,7 +50,7 @@ def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelD
             mixed_precision_param=config.training.mixed_precision_param,
             mixed_precision_reduce=config.training.mixed_precision_reduce,
         ),
-        parallelism=ParallelismConfig(fsdp_reshard_after_forward=config.parallelism.fsdp_reshard_after_forward),
+        parallelism=titan_parallelism(config),
         compile_config=CompileConfig(enable=False),  # below: torchtitan's wants whole blocks as one graph
         ac_config=checkpointing(config),
         dump_folder="",
@@ -86,7 +103,7 @@ def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
     if m.capacity_factor is not None:
         lines.append(f"MoE: capacity factor {m.capacity_factor} drops by {m.drop_policy}; dropped copies are reported")
     if m.force_balance != "none":
-        tokens = config.training.local_batch_size * config.training.seq_len
+        tokens = microbatch_size(config) * config.training.seq_len
         ids_TK = forced_ids(m.force_balance, tokens, flavor)
         ranks = destinations(ids_TK // (flavor.num_experts // ep), ep).sum(1).double().mean().item()
         lines.append(
@@ -94,7 +111,7 @@ def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
             f"{ranks:.3f} different ranks of {ep} in the mean"
         )
     if ep > 1 and config.activation_checkpoint.mode != "none":
-        copies = config.training.local_batch_size * config.training.seq_len * flavor.top_k
+        copies = microbatch_size(config) * config.training.seq_len * flavor.top_k
         kept = copies * flavor.dim * dtype.itemsize / 2**20
         what = "sent again in backward" if m.redispatch else "kept for backward"
         lines.append(

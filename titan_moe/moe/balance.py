@@ -20,7 +20,7 @@ Shape letters: B batch, L sequence, T tokens, E experts, K top-k, G expert group
 experts of a group.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -105,11 +105,18 @@ class LoadBalancer:
     Arguments:
         layers: the MoE layers by name.
         groups: process groups whose ranks see different tokens: of the loss mesh; with EP under TP, of TP as well.
+        pp_group: process group of the pipeline, whose ranks have other layers; they share only statistics.
         centred: torchtitan's variant, which also takes the mean off the change of the bias.
     """
 
-    def __init__(self, layers: dict[str, "FusedMoE"], groups: list[dist.ProcessGroup], centred: bool = False) -> None:
-        self.layers, self.groups, self.centred = layers, groups, centred
+    def __init__(
+        self,
+        layers: dict[str, "FusedMoE"],
+        groups: list[dist.ProcessGroup],
+        pp_group: dist.ProcessGroup | None = None,
+        centred: bool = False,
+    ) -> None:
+        self.layers, self.groups, self.pp_group, self.centred = layers, groups, pp_group, centred
         # Of the last step, by layer: load and drops over all ranks, auxiliary losses of this one.
         self.load_NE: Tensor | None = None
         self.dropped_N: Tensor | None = None
@@ -146,6 +153,23 @@ class LoadBalancer:
     def statistics(self) -> dict[str, float]:
         """The last step's load, by layer and worst: heaviest over mean expert; share of copies dropped; auxiliary loss.
         All ranks must call it."""
+        layers = self._layer_statistics()
+        if self.pp_group is not None:
+            stages: list[Any] = [None] * self.pp_group.size()
+            dist.all_gather_object(stages, layers, group=self.pp_group)
+            layers = {name: values for stage in stages for name, values in stage.items()}
+        if not layers:
+            return {}
+        found = {"moe_max/mean": max(ratio for ratio, _, _ in layers.values())}
+        found |= {f"moe_max/mean.{name}": ratio for name, (ratio, _, _) in layers.items()}
+        if any(share for _, share, _ in layers.values()):
+            found |= {f"moe_dropped.{name}": share for name, (_, share, _) in layers.items()}
+        if any(loss for _, _, loss in layers.values()):
+            found["moe_aux_loss"] = sum(loss for _, _, loss in layers.values())
+        return found
+
+    def _layer_statistics(self) -> dict[str, tuple[float, float, float]]:
+        """{layer: (heaviest over mean expert, share of copies dropped, auxiliary loss)} of this rank's stages."""
         if self.load_NE is None or self.dropped_N is None or self.losses_N is None:
             return {}
         for group in self.groups:
@@ -155,12 +179,7 @@ class LoadBalancer:
         shares = (self.dropped_N / load_NE.sum(1).clamp(min=1)).tolist()
         losses = self.losses_N.tolist()
         self.load_NE = None
-        found = {"moe_max/mean": max(ratios)}
-        found |= {f"moe_max/mean.{name}": ratio for name, ratio in zip(self.layers, ratios)}
-        found |= {f"moe_dropped.{name}": share for name, share in zip(self.layers, shares) if any(shares)}
-        if any(losses):
-            found["moe_aux_loss"] = sum(losses)
-        return found
+        return dict(zip(self.layers, zip(ratios, shares, losses)))
 
 
 def _local(tensor: Tensor) -> Tensor:
