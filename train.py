@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -35,7 +35,7 @@ from titan_moe.checkpoint import Progress, build_checkpointer
 from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.config import Config
 from titan_moe.data import PackedDataLoader, build_dataloaders
-from titan_moe.loss import build_loss
+from titan_moe.loss import Loss, build_loss
 from titan_moe.metrics import Metrics
 from titan_moe.model import attention_masks, build_model, init_weights
 from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
@@ -53,7 +53,7 @@ class Run:
     parallel_dims: ParallelDims
     accumulation_steps: int
     model: DeepSeekV3Model
-    loss_fn: BaseLoss
+    loss_fn: Loss
     optimizers: Optimizers
     lr_schedulers: LRSchedulersContainer
     dataloader: PackedDataLoader
@@ -234,12 +234,13 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
     global_valid = dist_utils.dist_sum_tensor(local_valid, batch_mesh)
 
     # Forward and backward; only the last microbatch's backward reduces gradients over ranks.
-    loss_sum = torch.zeros((), device=run.device)  # this rank's share of the global mean
+    parts: dict[str, torch.Tensor] = {}  # this rank's shares of the global means: the loss, and that of MTP
     for i, (inputs, labels_BL) in enumerate(microbatches, start=1):
-        with run.spmd_context(), parallel.gradient_sync(run.model, enabled=i == run.accumulation_steps):
-            loss = forward(run, inputs, labels_BL, global_valid)
+        parallel.gradient_sync(run.model, enabled=i == run.accumulation_steps)
+        with run.spmd_context():
+            loss, more = forward(run, inputs, labels_BL, global_valid)
             loss.backward()
-        loss_sum += loss.detach()
+        parts = {name: part + parts.get(name, 0) for name, part in more.items()}
 
     # Optimizer, after clipping by the norm over all parameters, each counted once on every mesh.
     grad_norm = dist_utils.clip_grad_norm_(
@@ -255,16 +256,16 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
     # Once in a while: tell (all ranks participate; rank 0 writes).
     if logs:
         loss_mesh = parallel_dims.get_optional_mesh("loss")
-        mean_on_rank = loss_sum * global_valid / local_valid.clamp(min=1)
-        loss, max_loss = dist_utils.dist_sum(loss_sum, loss_mesh), dist_utils.dist_max(mean_on_rank, loss_mesh)
+        max_loss = dist_utils.dist_max(parts["loss"] * global_valid / local_valid.clamp(min=1), loss_mesh)
+        means = {name: dist_utils.dist_sum(part, loss_mesh) for name, part in parts.items()}
         with metrics.outside_training():  # only now: reading the loss has waited for the step to end on the device
             validation_loss = validate(run) if validates else None
         metrics.log(
             run.progress.step,
-            loss=loss,
             max_loss=max_loss,
             grad_norm=float(grad_norm),
             lr=lr,
+            **means,
             **run.optimizers.balancer.statistics(),
             tokens_seen=run.progress.tokens_seen,
             validation_loss=validation_loss,
@@ -277,15 +278,16 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return moved, labels_BL.to(device, non_blocking=True)
 
 
-def forward(run: Run, inputs: dict[str, torch.Tensor], labels_BL: torch.Tensor, valid_tokens=None) -> torch.Tensor:
-    """The summed cross-entropy of one microbatch of this rank, divided by `valid_tokens` if given."""
+def forward(
+    run: Run, inputs: dict[str, torch.Tensor], labels_BL: torch.Tensor, valid_tokens=None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(the loss of one microbatch of this rank, its parts to be told), over `valid_tokens` if given: see Loss."""
     tokens_BL, positions_BL = inputs["input"], inputs["positions"]
     masks = attention_masks(run.model, positions_BL)
     annotate_input_spmd_types(run.parallel_dims, tokens_BL, labels_BL, {"positions": positions_BL})
-    # Hidden states [B, L, D], which the chunked loss puts the head on; logits when loss.num_chunks = 1.
+    # Hidden states [B, L, D], which the loss puts the head on; a list of them with MTP layers.
     output = run.model(tokens_BL, positions=positions_BL, attention_masks=masks)
-    loss, _ = run.loss_fn(output, labels_BL, valid_tokens)
-    return loss
+    return run.loss_fn(output, labels_BL, valid_tokens, positions=positions_BL)
 
 
 @torch.no_grad()
@@ -299,7 +301,7 @@ def validate(run: Run) -> float:
     for _ in range(run.config.validation.steps * run.accumulation_steps):
         inputs, labels_BL = to_device(next(batches), run.device)
         with run.spmd_context():
-            loss_sum += forward(run, inputs, labels_BL)
+            loss_sum += forward(run, inputs, labels_BL)[0]
         valid += (labels_BL != IGNORE_INDEX).sum()
     run.model.train()
     loss_mesh, batch_mesh = run.parallel_dims.get_optional_mesh("loss"), run.parallel_dims.get_optional_mesh("batch")

@@ -3,9 +3,6 @@
 Order matters and is torchtitan's: shardings declared in the config tree, activation checkpointing, FSDP2, compile.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from titan_moe.runtime import DEVICE_TYPE, prepare_for_backend
 
 import torch
@@ -55,25 +52,11 @@ def compile_layers(model: DeepSeekV3Model, backend: str) -> None:
             part.compile(backend=backend)
 
 
-@contextmanager
-def gradient_sync(model: DeepSeekV3Model, enabled: bool) -> Iterator[None]:
-    """Inside, backward reduces gradients over the data-parallel ranks only if `enabled`; otherwise each rank adds up
-    its own, unsharded and in the reduction's dtype, until a backward with it enabled reduces the sum.
-
-    torchtitan's chunked loss switches the head's reduction on and off around its chunks, which would reduce the head in
-    every microbatch; while disabled, its switch is held.
-    """
+def gradient_sync(model: DeepSeekV3Model, enabled: bool) -> None:
+    """From now on backward reduces gradients over the data-parallel ranks only if `enabled`; otherwise each rank adds
+    up its own, unsharded and in the reduction's dtype, until a backward with it enabled reduces the sum."""
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(enabled)
-    head = model.lm_head
-    if enabled or not isinstance(head, FSDPModule):
-        yield
-        return
-    head.set_requires_gradient_sync = lambda requires_gradient_sync, *, recurse=True: None
-    try:
-        yield
-    finally:
-        del head.set_requires_gradient_sync
 
 
 def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
