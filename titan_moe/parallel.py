@@ -20,6 +20,9 @@ from titan_moe.moe.layer import choose_dispatcher, choose_experts
 from titan_moe.moe.layout import destinations
 from titan_moe.recompute import checkpointing
 
+NORMS_AND_ATTENTION = ["attention_norm", "attention", "ffn_norm"]
+MTP_PARTS = ["enorm", "hnorm", "eh_proj", "mtp_norm"]
+
 
 def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims) -> None:
     """Shard, checkpoint and compile the meta-device model in place, as configured."""
@@ -43,11 +46,12 @@ def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelD
 def compile_layers(model: DeepSeekV3Model, backend: str) -> None:
     """torch.compile of dense layers whole, of MoE layers everything but router and region: a layer with a graph break
     inside activation checkpointing would stay eager altogether."""
-    for block in model.layers.values():
+    blocks = [(block, NORMS_AND_ATTENTION) for block in model.layers.values()]
+    blocks += [(block, [*NORMS_AND_ATTENTION, *MTP_PARTS]) for block in model.mtp_layers or ()]
+    for block, names in blocks:
         parts: list[nn.Module] = [block]
         if block.moe_enabled:
-            names = ("attention_norm", "attention", "ffn_norm", "moe.shared_experts")
-            parts = [block.get_submodule(name) for name in names]
+            parts = [block.get_submodule(name) for name in [*names, "moe.shared_experts"]]
         for part in parts:
             part.compile(backend=backend)
 
