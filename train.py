@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import titan_moe.runtime as runtime
 
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -29,13 +28,14 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 
-from titan_moe import config_file, parallel, run_folder
+from titan_moe import config_file, parallel, run_folder, startup
 from titan_moe.checkpoint import Progress, build_checkpointer
 from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.config import Config
 from titan_moe.data import PackedDataLoader, build_dataloaders
 from titan_moe.inputs import Batch, model_inputs
-from titan_moe.loss import build_loss
+from titan_moe.loss import Loss, build_loss
+from titan_moe.mesh_check import microbatches_per_step
 from titan_moe.metrics import Metrics
 from titan_moe.model import build_model, init_weights
 from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
@@ -53,7 +53,7 @@ class Run:
     microbatches: int
     model_parts: list[DeepSeekV3Model]  # this rank's pipeline stages; one, the whole model, without a pipeline
     pipeline: Pipeline | None
-    loss_fn: BaseLoss
+    loss_fn: Loss
     optimizers: Optimizers
     lr_schedulers: LRSchedulersContainer
     dataloader: PackedDataLoader
@@ -75,10 +75,10 @@ def build(config: Config) -> Run:
     parallel_dims = runtime.build_meshes(config)
     runtime.set_seed(config, parallel_dims, device)
     dp_rank, dp_degree = runtime.batch_coordinates(parallel_dims)
-    microbatches = config_file.microbatches_per_step(config, dist.get_world_size())
+    microbatches = microbatches_per_step(config, dist.get_world_size())
 
     # 2) run folder: rank 0 claims it, all learn the outcome
-    attempt = claim_run_folder(config, folder)
+    attempt = startup.claim_run_folder(config, folder)
 
     # 3) tokenizer and data, in the same global order on every mesh
     flavor = config_file.model_flavor(config)
@@ -127,7 +127,7 @@ def build(config: Config) -> Run:
         (folder / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
     metrics = Metrics(config, folder, attempt, flops_per_token, writes=dist.get_rank() == 0)
 
-    report(config, parallel_dims, microbatches, folder, attempt, metrics, total, active)
+    startup.report(config, parallel_dims, folder, attempt, metrics, total, active)
     return Run(
         config=config,
         device=device,
@@ -145,49 +145,6 @@ def build(config: Config) -> Run:
         progress=progress,
         spmd_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims),
     )
-
-
-def report(
-    config: Config,
-    parallel_dims: ParallelDims,
-    microbatches: int,
-    folder: Path,
-    attempt: int,
-    metrics: Metrics,
-    total: int,
-    active: int,
-) -> None:
-    """What this run is, before its first step: folder, device, model size, types, the MoE region, tokens per step."""
-    _, dp_degree = runtime.batch_coordinates(parallel_dims)
-    t = config.training
-    batch = config_file.microbatch_size(config)
-    tokens_per_step = batch * t.seq_len * dp_degree * microbatches
-    peak = "unknown" if metrics.peak_flops is None else f"{metrics.peak_flops / 1e12:,.0f} bf16 TFLOP/s"
-    logger.info(f"Run folder {folder}, attempt {attempt}; device {metrics.memory.device_name}, peak {peak}")
-    logger.info(f"Model {config.model.name} {config.model.flavor}: {total:,} parameters, {active:,} active per token")
-    logger.info(f"Parameters {t.dtype}, compute {t.mixed_precision_param}, reduction {t.mixed_precision_reduce}")
-    for line in parallel.moe_report(config, parallel_dims):
-        logger.info(line)
-    logger.info(
-        f"Tokens per step: {batch} sequences x {t.seq_len} tokens x {dp_degree} data-parallel ranks x "
-        f"{microbatches} microbatches = {tokens_per_step:,}, {tokens_per_step * t.steps:,} in {t.steps} steps"
-    )
-
-
-def claim_run_folder(config: Config, folder: Path) -> int:
-    """Rank 0 takes the run folder; every rank gets the attempt's number, or the refusal."""
-    outcome: list[int | ValueError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
-            outcome[0] = run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
-        except ValueError as refusal:
-            outcome[0] = refusal
-    dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], ValueError):
-        raise outcome[0]
-    assert outcome[0] is not None
-    return outcome[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -238,8 +195,8 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
     batch_mesh = parallel_dims.get_optional_mesh("batch")
     global_valid = dist_utils.dist_sum_tensor(local_valid, batch_mesh)
 
-    # Forward and backward.
-    loss_sum = forward_backward(run, microbatches, global_valid)  # this rank's share of the global mean
+    # Forward and backward. The parts of this rank's share of the global mean: the loss, and that of MTP.
+    parts = forward_backward(run, microbatches, global_valid)
 
     # Optimizer, after clipping by the norm over all parameters, each counted once on every mesh.
     grad_norm = dist_utils.clip_grad_norm_(
@@ -258,17 +215,17 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
 
     # Once in a while: tell (all ranks participate; rank 0 writes).
     if logs:
-        loss_sum = sum_of_sequence(run, loss_sum)  # of all ranks that had a part of this rank's sequences
-        mean_on_rank = loss_sum * global_valid / local_valid.clamp(min=1)
-        loss, max_loss = dist_utils.dist_sum(loss_sum, batch_mesh), dist_utils.dist_max(mean_on_rank, batch_mesh)
+        parts = {name: sum_of_sequence(run, part) for name, part in parts.items()}
+        max_loss = dist_utils.dist_max(parts["loss"] * global_valid / local_valid.clamp(min=1), batch_mesh)
+        means = {name: dist_utils.dist_sum(part, batch_mesh) for name, part in parts.items()}
         with metrics.outside_training():  # only now: reading the loss has waited for the step to end on the device
             validation_loss = validate(run) if validates else None
         metrics.log(
             run.progress.step,
-            loss=loss,
             max_loss=max_loss,
             grad_norm=float(grad_norm),
             lr=lr,
+            **means,
             **run.optimizers.balancer.statistics(),
             tokens_seen=run.progress.tokens_seen,
             validation_loss=validation_loss,
@@ -281,29 +238,30 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return moved, labels_BL.to(device, non_blocking=True)
 
 
-def forward_backward(run: Run, microbatches: list[Batch], valid_tokens: torch.Tensor) -> torch.Tensor:
+def forward_backward(run: Run, microbatches: list[Batch], valid_tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Gradients of a step's loss: cross-entropy summed over its tokens, divided by `valid_tokens`, those of all ranks.
-    Returns this rank's share of the loss."""
+    Returns this rank's share of what is told about it."""
     if run.pipeline is not None:
         with run.spmd_context():
-            return run.pipeline.step([inputs_of(run, batch) for batch in microbatches], valid_tokens)
-    loss_sum = torch.zeros((), device=run.device)
+            return {"loss": run.pipeline.step([inputs_of(run, batch) for batch in microbatches], valid_tokens)}
+    parts: dict[str, torch.Tensor] = {}
     for i, batch in enumerate(microbatches, start=1):
-        # Only the last backward reduces gradients over ranks.
-        with run.spmd_context(), parallel.gradient_sync(run.model_parts[0], enabled=i == len(microbatches)):
-            loss = forward(run, batch, valid_tokens)
+        parallel.gradient_sync(run.model_parts[0], enabled=i == len(microbatches))  # only the last reduces over ranks
+        with run.spmd_context():
+            loss, more = forward(run, batch, valid_tokens)
             loss.backward()
-        loss_sum += loss.detach()
-    return loss_sum
+        parts = {name: part + parts.get(name, 0) for name, part in more.items()}
+    return parts
 
 
-def forward(run: Run, batch: Batch, valid_tokens: torch.Tensor | None = None) -> torch.Tensor:
-    """The summed cross-entropy of one microbatch of this rank, divided by `valid_tokens` if given."""
+def forward(
+    run: Run, batch: Batch, valid_tokens: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(the loss of one microbatch of this rank, its parts to be told), over `valid_tokens` if given: see Loss."""
     tokens_BL, labels_BL, kwargs = inputs_of(run, batch)
-    # Hidden states [B, L, D], which the chunked loss puts the head on; logits when loss.num_chunks = 1.
+    # Hidden states [B, L, D], which the loss puts the head on; a list of them with MTP layers.
     output = run.model_parts[0](tokens_BL, **kwargs)
-    loss, _ = run.loss_fn(output, labels_BL, valid_tokens)
-    return loss
+    return run.loss_fn(output, labels_BL, valid_tokens, positions=kwargs["positions"])
 
 
 def inputs_of(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -334,7 +292,7 @@ def validate(run: Run) -> float:
             if run.pipeline is not None:
                 loss_sum += run.pipeline.evaluate([inputs_of(run, batch) for batch in microbatches])
             else:
-                loss_sum += torch.stack([forward(run, batch) for batch in microbatches]).sum()
+                loss_sum += torch.stack([forward(run, batch)[0] for batch in microbatches]).sum()
     for part in run.model_parts:
         part.train()
     batch_mesh = run.parallel_dims.get_optional_mesh("batch")

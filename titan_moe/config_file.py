@@ -21,8 +21,6 @@ from titan_moe.config_check import (
     check,
     data_parallel_degree,
     gradient_accumulation_steps,
-    microbatch_size,
-    microbatches_per_step,
     model_flavor,
 )
 
@@ -32,8 +30,6 @@ __all__ = [
     "data_parallel_degree",
     "gradient_accumulation_steps",
     "load",
-    "microbatch_size",
-    "microbatches_per_step",
     "model_flavor",
     "parse_arguments",
     "raise_on_problems",

@@ -23,7 +23,8 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 
 from titan_moe.config import Config
-from titan_moe.pipeline_layout import stage_modules
+from titan_moe.config_check import model_flavor
+from titan_moe.pipeline_layout import pipeline_layout
 
 Inputs = tuple[Tensor, Tensor, dict[str, Any]]  # tokens, labels, keyword arguments of the model
 
@@ -49,7 +50,7 @@ class Pipeline:
     ) -> None:
         self.loss_fn: Callable | None = None  # set when the stages have memory: it applies the last one's head
         parallelism = titan_parallelism(config)
-        parallelism.module_fqns_per_model_part = stage_modules(config)
+        parallelism.module_fqns_per_model_part = pipeline_layout(config, model_flavor(config)).modules()
 
         def parallelize_stage(stage: DeepSeekV3Model, **_) -> DeepSeekV3Model:
             parallelize(stage)
@@ -78,19 +79,21 @@ class Pipeline:
     def step(self, microbatches: list[Inputs], valid_tokens: Tensor) -> Tensor:
         """Forward and backward of a whole optimizer step. Returns this rank's share of the loss, 0 on ranks without the
         last stage."""
-        return self._run(self.schedule.step, microbatches, loss_kwargs={"global_valid_tokens": valid_tokens})
+        return self._run(self.schedule.step, microbatches, loss_kwargs={"valid_tokens": valid_tokens})
 
     def evaluate(self, microbatches: list[Inputs]) -> Tensor:
         """The summed cross-entropy of as many microbatches as a step has, without gradients."""
-        order = getattr(self.schedule, "pipeline_order_with_comms", None)
-        if order is None:
-            return self._run(self.schedule.eval, microbatches)
+        schedule = self.schedule
+        if not isinstance(schedule, schedules._PipelineScheduleRuntime):
+            return self._run(schedule.eval, microbatches)
         # torch's eval walks the backward actions too, which V-shaped schedules cannot without gradients.
-        self.schedule.pipeline_order_with_comms = {rank: forward_only(actions) for rank, actions in order.items()}
+        order = schedule.pipeline_order_with_comms
+        assert order is not None
+        schedule.pipeline_order_with_comms = {rank: forward_only(actions) for rank, actions in order.items()}
         try:
-            return self._run(self.schedule.eval, microbatches)
+            return self._run(schedule.eval, microbatches)
         finally:
-            self.schedule.pipeline_order_with_comms = order
+            schedule.pipeline_order_with_comms = order
 
     def _run(self, schedule: Callable, microbatches: list[Inputs], **kwargs) -> Tensor:
         losses: list[Tensor] = []
