@@ -210,7 +210,7 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
     run.optimizers.step()
     run.lr_schedulers.step()
     run.optimizers.zero_grad()
-    metrics.count(local_tokens)
+    metrics.count(local_tokens / parallel_dims.non_data_parallel_size)  # its share of the tokens that it helps with
     run.progress.tokens_seen += local_tokens * (1 if batch_mesh is None else batch_mesh.size())
 
     # Once in a while: tell (all ranks participate; rank 0 writes).

@@ -4,6 +4,7 @@ Order matters and is torchtitan's: shardings declared in the config tree, activa
 """
 
 from functools import partial
+from typing import cast
 
 from titan_moe.runtime import prepare_for_backend, titan_parallelism
 
@@ -52,9 +53,23 @@ def parallelize_part(model: DeepSeekV3Model, config: Config, parallel_dims: Para
         ac_config=checkpointing(config),
         dump_folder="",
     )
+    if config.parallelism.fsdp_prefetch_layers != 1:
+        prefetch(model, config.parallelism.fsdp_prefetch_layers)
     prepare_for_backend(model)
     if config.compile.enable and "model" in config.compile.components:
         compile_layers(model, config.compile.backend)
+
+
+def prefetch(model: DeepSeekV3Model, count: int) -> None:
+    """Gather the parameters of the `count` layers that come next, in forward and in backward, while one computes.
+
+    torchtitan does so for one layer where EP is on, whose host syncs keep FSDP2 from running ahead by itself, and
+    leaves it to FSDP2 elsewhere.
+    """
+    layers = cast(list[FSDPModule], [*model.layers.values(), *(model.mtp_layers or ())])
+    for i, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + count])
+        layer.set_modules_to_backward_prefetch(layers[max(i - count, 0) : i][::-1])
 
 
 def compile_layers(model: DeepSeekV3Model, backend: str) -> None:

@@ -30,6 +30,7 @@ import train  # isort: skip - first: it tells torchtitan about CPUs; and once, f
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
+from titan_moe.moe import experts
 from titan_moe.moe.layer import moe_layers
 from titan_moe.moe.names import to_stock_names
 
@@ -42,6 +43,7 @@ class Recorder:
         self.gradients: dict[str, torch.Tensor] | None = None
         self.topk_ids: dict[nn.Module, list[torch.Tensor]] = {}  # by router, one tensor [B, L, K] a microbatch
         self.collectives: Counter[str] = Counter()
+        self.gemms: Counter[str] = Counter()  # backward nodes of expert GEMMs that ran
 
     def record_gradients(self) -> None:
         assert self.run is not None
@@ -94,6 +96,11 @@ class Recorder:
         pieces = ids_BLK.chunk(2 * ranks, dim=1)  # of rank 0: first, last; of rank 1: second, second to last; ...
         return torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim=1)
 
+    def gemms_of_all_ranks(self) -> Counter[str]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, self.gemms)
+        return sum(found, Counter())
+
     def expert_shards(self) -> list[list[int]]:
         """Shape of what each rank holds of layer 1's w1 and w3; empty for a rank of another pipeline stage."""
         w13_EF2D = self.parameters().get("layers.1.moe.routed_experts.inner_experts.w13_EF2D")
@@ -112,6 +119,18 @@ class CountCollectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self.counts[func.name().split("::")[1]] += 1
         return func(*args, **(kwargs or {}))
+
+
+def count_backward(node: Any, recorder: Recorder) -> None:
+    """Count how often backward runs `node`, a torch.autograd.Function of moe/experts.py."""
+    backward = node.backward
+
+    def counting(*args):
+        if recorder.gradients is None:
+            recorder.gemms[node.__name__] += 1
+        return backward(*args)
+
+    node.backward = staticmethod(counting)
 
 
 def load(path: str) -> ModuleType:
@@ -159,14 +178,18 @@ def run_case(train: ModuleType, argv: list[str], folder: Path) -> None:
             recorder.collectives["alltoall"] += 1
         return exchange(*args, **kwargs)
 
+    for node in (experts._Dgrad, experts._Wgrad):
+        count_backward(node, recorder)
     # No need to put anything back: the case has this process to itself.
     train.build, train.train_step, dist.all_to_all_single = recording_build, counting_step, counting_exchange
     train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward = recording_clip, recording_route
     train.main(argv)
     if recorder.gradients is not None:
         routing, shards = recorder.routing_by_global_sample(), recorder.expert_shards()
+        gemms = recorder.gemms_of_all_ranks()
         if dist.get_rank() == 0:
             step1 = {"gradients": recorder.gradients, "routing": routing, "collectives": dict(recorder.collectives)}
+            step1["expert_gemms"] = dict(gemms)
             folder.mkdir(exist_ok=True)  # a case may train in another's run folder
             torch.save({**step1, "expert_shards": shards}, folder / "step1.pt")
 
