@@ -285,7 +285,11 @@ class Parallelism:
     """Ranks that one copy is sharded over (FSDP2); -1: all that are left"""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether gathered parameters are freed between forward and backward"""
+    """Whether gathered parameters are freed between forward and backward; "default": yes, but not in a pipeline, where
+    every microbatch would gather them again"""
+
+    fsdp_prefetch_layers: int = 1
+    """Layers whose parameters are gathered ahead of the one that computes; each costs the memory of a whole layer"""
 
     expert_parallel_degree: int = 1
     """Ranks that the experts are spread over; they are taken from the shard, context and tensor ranks"""

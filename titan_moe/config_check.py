@@ -51,7 +51,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "model.q_lora_rank model.mscale model.num_mtp_layers loss.mtp_coeff "
         "moe.load_balance_coeff moe.sequence_loss_coeff moe.z_loss_coeff "
         "optimizer.weight_decay lr_scheduler.warmup_steps "
-        "training.dataloader.num_workers comm.trace_buf_size",
+        "parallelism.fsdp_prefetch_layers training.dataloader.num_workers comm.trace_buf_size",
     ),
     (
         "must be greater than 0",

@@ -17,7 +17,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tomli
 
 from titan_moe.config import Config
-from titan_moe.config_check import check, data_parallel_degree, gradient_accumulation_steps, model_flavor
+from titan_moe.config_check import (
+    check,
+    data_parallel_degree,
+    gradient_accumulation_steps,
+    model_flavor,
+)
 
 __all__ = [
     "ConfigError",

@@ -45,6 +45,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_moe.config import Config
+from titan_moe.config_check import microbatch_size
 from titan_moe.sources import Document, hashed_bytes, list_both
 from titan_moe.tokenizer import Tokenizer
 
@@ -287,7 +288,7 @@ def build_dataloaders(
 ) -> tuple[PackedDataLoader, PackedDataLoader | None]:
     """The loaders of [training] and, where enabled, [validation]."""
     documents, held_out = list_both(config)
-    batch = config.training.local_batch_size
+    batch = microbatch_size(config)
     build = partial(
         build_dataloader, config, tokenizer=tokenizer, dp_rank=dp_rank, dp_degree=dp_degree, local_batch_size=batch
     )

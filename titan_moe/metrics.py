@@ -63,7 +63,7 @@ class Metrics:
         yield
         self.other_seconds += time.perf_counter() - start
 
-    def count(self, tokens: int) -> None:
+    def count(self, tokens: float) -> None:
         """One more optimizer step, over `tokens` tokens of this rank."""
         self.tokens += tokens
         self.steps += 1

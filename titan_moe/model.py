@@ -8,6 +8,7 @@ set the sharding of every node, replaces some of them and builds the modules on 
 | FlexAttention (CPU only)   | DenseAttention             | FlexAttention has no backward on a CPU                 |
 | MoE, RoutedExperts and     | moe.layer: FusedMoE,       | the MoE region: plan, dispatch, experts, combine; load |
 | GroupedExperts, router     | FusedRoutedExperts, ...    | counts, auxiliary losses, fp32 router logits           |
+| DeepSeekV3Model            | Model                      | MTP layers too leave the head to the loss              |
 
 `init_weights` gives every parameter the same values on every mesh: see its docstring.
 """
@@ -17,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from titan_moe.runtime import DEVICE_TYPE
 
@@ -29,7 +30,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models import deepseek_v3
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
+from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
+from torchtitan.models.deepseek_v3.mtp import roll_mtp_sequence
 from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import set_default_dtype
@@ -47,7 +51,37 @@ INIT_BLOCK_ELEMENTS = 2**20
 PAD_FROM_LENGTH = 256
 
 
-def model_config(config: Config) -> DeepSeekV3Model.Config:
+class Model(DeepSeekV3Model):
+    """torchtitan's DeepSeek-V3, whose multi-token prediction (MTP) layers can leave the head to the loss.
+
+    In training with MTP layers it returns hidden states [main, depth 1, depth 2, ...], each after its own norm, and
+    never logits. Everything else, evaluation included, computes and returns what torchtitan's model without them would.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DeepSeekV3Model.Config):
+        pass
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None, attention_masks=None):
+        if self.mtp_layers is None or not self.training:
+            return Decoder.forward(self, tokens, positions, attention_masks)
+        assert self.tok_embeddings is not None and self.norm is not None and self._skip_lm_head
+        h_BLD = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h_BLD = layer(h_BLD, attention_masks, positions)
+        outputs = [self.norm(h_BLD)]
+        for depth, layer in enumerate(self.mtp_layers, start=1):
+            # The token that this depth is told: the one `depth` further on, while that is in the same document.
+            tokens_BL, known_BL = roll_mtp_sequence(
+                tokens, shift=depth, positions=positions, fill_value=0, return_valid_mask=True
+            )
+            # Embedded anew: under sequence parallelism the rows of `h` that are further on may be another rank's.
+            h_BLD = layer(self.tok_embeddings(tokens_BL), h_BLD, known_BL, attention_masks, positions)
+            outputs.append(h_BLD)
+        return outputs
+
+
+def model_config(config: Config) -> Model.Config:
     """torchtitan's config tree for this model, our nodes and the sharding of every node in it.
 
     The private names are torchtitan's initializers and layer builder: they hold the initialization recipe of its
@@ -92,7 +126,15 @@ def model_config(config: Config) -> DeepSeekV3Model.Config:
         non_blocking_capacity_factor=None,
         rope=rope,
     )
-    tree = DeepSeekV3Model.Config(
+    mtp_layers = deepseek_v3._build_mtp_layers(
+        cast(DeepSeekV3TransformerBlock.Config, layers[-1]), dim=f.dim, num_mtp_layers=f.num_mtp_layers
+    )
+    for layer in mtp_layers:
+        # torchtitan leaves these to torch's own initialization, which depends on the mesh.
+        layer.eh_proj.param_init = deepseek_v3._LINEAR_INIT
+        for norm in (layer.enorm, layer.hnorm, layer.mtp_norm):
+            norm.param_init = deepseek_v3._NORM_INIT
+    tree = Model.Config(
         vocab_size=f.vocab_size,
         dim=f.dim,
         tok_embeddings=Embedding.Config(
@@ -103,12 +145,13 @@ def model_config(config: Config) -> DeepSeekV3Model.Config:
             in_features=f.dim, out_features=f.vocab_size, param_init=deepseek_v3._output_linear_init(f.dim)
         ),
         layers=layers,
+        mtp_layers=mtp_layers,
     )
-    for layer in layers:
+    for layer in [*layers, *mtp_layers]:
         if DEVICE_TYPE == "cpu":
             layer.attention.inner_attention = DenseAttention.Config()
     set_deepseek_v3_sharding_config(tree, enable_sp=True, enable_ep=config.parallelism.expert_parallel_degree > 1)
-    for layer in layers:
+    for layer in [*layers, *mtp_layers]:
         if layer.moe is not None:
             layer.moe.load_balance_coeff = config.moe.load_balance_coeff or None
             layer.moe = fuse(layer.moe, **moe_settings(config))
@@ -134,7 +177,7 @@ def moe_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def build_model(config: Config) -> DeepSeekV3Model:
+def build_model(config: Config) -> Model:
     """The model on the meta device: shapes and dtypes, no memory."""
     with torch.device("meta"), set_default_dtype(getattr(torch, config.training.dtype)):
         model = model_config(config).build()

@@ -75,18 +75,27 @@ def init_process_group(config: Config, run_folder: Path) -> torch.device:
     return device
 
 
-def build_meshes(config: Config) -> ParallelDims:
-    """torchtitan's meshes for the configured degrees: a dense one (FSDP, HSDP) and a sparse one (experts)."""
+def titan_parallelism(config: Config) -> ParallelismConfig:
+    """The [parallelism] section as torchtitan wants it, but for the pipeline's layout (pipeline.py)."""
     p = config.parallelism
-    parallel_dims = ParallelDims.from_config(
-        ParallelismConfig(
-            data_parallel_replicate_degree=p.data_parallel_replicate_degree,
-            data_parallel_shard_degree=p.data_parallel_shard_degree,
-            fsdp_reshard_after_forward=p.fsdp_reshard_after_forward,
-            expert_parallel_degree=p.expert_parallel_degree,
-        ),
-        dist.get_world_size(),
+    return ParallelismConfig(
+        data_parallel_replicate_degree=p.data_parallel_replicate_degree,
+        data_parallel_shard_degree=p.data_parallel_shard_degree,
+        fsdp_reshard_after_forward=p.fsdp_reshard_after_forward,
+        expert_parallel_degree=p.expert_parallel_degree,
+        tensor_parallel_degree=p.tensor_parallel_degree,
+        context_parallel_degree=p.context_parallel_degree,
+        context_parallel_load_balancer=None if p.context_parallel_load_balancer == "none" else "headtail",
+        pipeline_parallel_degree=p.pipeline_parallel_degree,
+        pipeline_parallel_schedule=p.pipeline_parallel_schedule,
+        pipeline_parallel_microbatch_size=p.pipeline_parallel_microbatch_size,
     )
+
+
+def build_meshes(config: Config) -> ParallelDims:
+    """torchtitan's meshes for the configured degrees: a dense one (PP, HSDP, FSDP, CP, TP) and a sparse one
+    (experts)."""
+    parallel_dims = ParallelDims.from_config(titan_parallelism(config), dist.get_world_size())
     parallel_dims.build_mesh()
     dist_utils.set_spmd_backend(parallel_dims.spmd_backend)
     return parallel_dims
