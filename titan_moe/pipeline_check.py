@@ -37,10 +37,11 @@ def _fewer_layers_than_stages(config: Config, flavor: Flavor) -> list[str]:
     if stages <= flavor.n_layers:
         return []
     per_rank = stages // p.pipeline_parallel_degree
+    last = f", or give the last stage 0 in {LAYERS.partition('.')[2]}" if stages == flavor.n_layers + 1 else ""
     return [
         f"parallelism.pipeline_parallel_degree = {p.pipeline_parallel_degree}: {p.pipeline_parallel_schedule} makes "
         f"{p.pipeline_parallel_degree} x {per_rank} = {stages} stages, but model.n_layers = {flavor.n_layers}; choose "
-        f"at most {flavor.n_layers // per_rank}"
+        f"at most {max(flavor.n_layers // per_rank, 1)}{last}"
     ]
 
 
@@ -74,10 +75,10 @@ def _layers_per_stage(config: Config, flavor: Flavor) -> list[str]:
             f"{given}: {' + '.join(map(str, layers))} = {sum(layers)} layers, but model.n_layers = {flavor.n_layers}; "
             "give each layer to one stage"
         )
-    if empty := [str(stage) for stage in range(2, stages) if layers[stage - 1] == 0]:
+    if empty := [str(stage) for stage in range(1, stages) if layers[stage - 1] == 0]:
         found.append(
-            f"{given}: nothing is left in stage {', '.join(empty)}, counted from 1; only the first, which has the "
-            "embedding, and the last, which has the head, may have 0 layers"
+            f"{given}: stage {', '.join(empty)}, counted from 1, has no layers; only the last, which has the head, may "
+            "have 0"
         )
     return found
 

@@ -10,8 +10,8 @@ default layout is, of all contiguous ones, one whose slowest stage is the fastes
 stage but the slowest has room: among them it takes the one that is easiest on memory. Stage s of S keeps the
 activations of up to S - s microbatches (1F1B), so early stages get fewer layers.
 
-A stage needs a module with parameters: an optimizer without any is an error. So only the first stage (embedding) and
-the last (norm, head) may have no layers. Imports no torch.
+Only the last stage may have no layers: it still has norm and head. torchtitan's optimizer wants parameters of every
+kind on each stage, and the embedding has no norm. Imports no torch.
 """
 
 from collections.abc import Callable
@@ -166,8 +166,8 @@ def balanced_layers(flavor: Flavor, num_stages: int, seq_len: int, *, recompute:
         before.append(before[-1] + cost)
 
     def time(stage: int, first: int, end: int) -> float:
-        if first == end and 0 < stage < num_stages - 1:
-            return inf  # nothing but layers could be in this stage
+        if first == end and stage < num_stages - 1:
+            return inf
         return before[end] - before[first] + (last if stage == num_stages - 1 else 0)
 
     fastest, _ = _minimax(len(per_layer), num_stages, time)
