@@ -33,7 +33,7 @@ from titan_moe.checkpoint import Progress, build_checkpointer
 from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.config import Config
 from titan_moe.data import PackedDataLoader, build_dataloaders
-from titan_moe.inputs import Batch, model_inputs
+from titan_moe.inputs import Batch, Inputs, model_inputs
 from titan_moe.loss import Loss, build_loss
 from titan_moe.mesh_check import microbatches_per_step
 from titan_moe.metrics import Metrics
@@ -264,7 +264,7 @@ def forward(
     return run.loss_fn(output, labels_BL, valid_tokens, positions=kwargs["positions"])
 
 
-def inputs_of(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict]:
+def inputs_of(run: Run, batch: Batch) -> Inputs:
     """This rank's part of the tokens, their labels, and the model's keyword arguments: positions, masks."""
     balancer = run.config.parallelism.context_parallel_load_balancer
     return model_inputs(run.model_parts[0], batch, run.parallel_dims, balancer)

@@ -24,7 +24,6 @@ from titan_moe.runtime import DEVICE_TYPE
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -38,6 +37,7 @@ from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_conf
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import set_default_dtype
 
+from titan_moe.attention import DenseAttention
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor, sequences_per_step
 from titan_moe.moe.layer import choose_experts, fuse
@@ -46,9 +46,6 @@ from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 # Rows drawn with one seed. A rank draws whole blocks, so a smaller one wastes less at the edge of its slice and a
 # larger one seeds less often; it is part of what the initial weights are, so it must never change.
 INIT_BLOCK_ELEMENTS = 2**20
-
-# Forward and backward in bf16, padded over plain: 1.8 times as long at 128 tokens, equal at 256, 0.4 times at 1,024.
-PAD_FROM_LENGTH = 256
 
 
 class Model(DeepSeekV3Model):
@@ -183,47 +180,6 @@ def build_model(config: Config) -> Model:
         model = model_config(config).build()
     model.verify_module_protocol()
     return model
-
-
-class DenseAttention(Module):
-    """Causal attention inside documents with a dense mask, for devices without FlexAttention's backward.
-
-    Letters: B batch, L sequence, N heads, H head width. MLA's value heads are narrower than its query heads, which
-    sends CPU attention down its plain path: logits of the whole sequence. Values padded with zeros to the query's width
-    take the tiled one, and the padding, being zero, is cut off the output again. It pays from PAD_FROM_LENGTH on.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        pass
-
-    def __init__(self, config: Config):
-        super().__init__()
-
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: torch.Tensor, scale: float | None = None):
-        v_width = v_BLNH.shape[-1]
-        if q_BLNH.shape[1] >= PAD_FROM_LENGTH:
-            v_BLNH = F.pad(v_BLNH, (0, q_BLNH.shape[-1] - v_width))
-        out_BNLH = F.scaled_dot_product_attention(
-            q_BLNH.transpose(1, 2),
-            k_BLNH.transpose(1, 2),
-            v_BLNH.transpose(1, 2),
-            attn_mask=attention_masks,
-            scale=scale,
-        )
-        return out_BNLH[..., :v_width].transpose(1, 2)
-
-
-def attention_masks(model: DeepSeekV3Model, positions_BL: torch.Tensor):
-    """What the model's attention needs to stay causal and inside documents; positions_BL is 0 where a document
-    begins."""
-    if DEVICE_TYPE != "cpu":
-        return model.get_attention_masks(positions=positions_BL)
-    length = positions_BL.shape[1]
-    document_BL = torch.cumsum(positions_BL == 0, dim=1)
-    same_document_BLL = document_BL.unsqueeze(2) == document_BL.unsqueeze(1)
-    causal_LL = torch.ones(length, length, dtype=torch.bool, device=positions_BL.device).tril()
-    return (same_document_BLL & causal_LL).unsqueeze(1)
 
 
 def init_weights(model: DeepSeekV3Model, seed: int) -> None:

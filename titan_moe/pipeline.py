@@ -9,7 +9,6 @@ states, one without the head returns them. Only the rank of the last stage knows
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import titan_moe.runtime  # noqa: F401
 from titan_moe.runtime import titan_parallelism
@@ -24,9 +23,8 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
+from titan_moe.inputs import Inputs
 from titan_moe.pipeline_layout import pipeline_layout
-
-Inputs = tuple[Tensor, Tensor, dict[str, Any]]  # tokens, labels, keyword arguments of the model
 
 
 class Pipeline:

@@ -7,7 +7,7 @@ torchtitan 0.3.0 trains on a CPU with gloo once four things are put right; each 
 3. `set_timeouts`: torchtitan's own passes device ids to the barrier, which gloo refuses.
 4. `DeviceMemory`: torchtitan's memory monitor asks the device for a name and statistics that a CPU does not have.
 
-Attention on a CPU is in `model.py` (DenseAttention), the all-to-all that gloo can do in `moe/dispatch.py`.
+Attention on a CPU is in `attention.py`, the all-to-all that gloo can do in `moe/dispatch.py`.
 
 Import this module before torchtitan, which reads the device type once: the first function runs at import. The linter
 keeps it in front.

@@ -103,7 +103,8 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
             ),
             "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, "--training.mixed_precision_param=bfloat16"],
         }
-        return {name: Case(argv) for name, argv in argvs.items()}
+        few_labels = {"few_labels": Case([EP2], few_labels=True)}
+        return {name: Case(argv) for name, argv in argvs.items()} | few_labels
     assert world_size == 4
     argvs = {
         "fsdp4": [],

@@ -81,6 +81,28 @@ def test_every_parameters_gradient_equals_one_ranks(outcome, ranks, name, refere
     assert error <= 1e-5, f"{name}: gradient of {parameter} differs by {error:.2e} of its norm"
 
 
+def test_losses_of_ranks_with_few_labels(outcome):
+    """Rank 1 keeps three labels of 64 in each sequence: loss, maximum, validation loss and tokens are those computed
+    directly, in float64 from each microbatch's hidden states."""
+    few = outcome(2, "few_labels")
+    ranks = [[{"step": step, "loss": loss, "labels": labels} for step, loss, labels in rank] for rank in few.direct]
+
+    def totals(step: int) -> list[tuple[float, int]]:
+        return [
+            (sum(m["loss"] for m in rank if m["step"] == step), sum(m["labels"] for m in rank if m["step"] == step))
+            for rank in ranks
+        ]
+
+    for step, record in few.metrics.items():
+        losses, labels = zip(*totals(step))
+        assert labels[1] == 4 * 3 and labels[0] > 15 * labels[1]
+        assert record["loss"] == pytest.approx(sum(losses) / sum(labels), rel=1e-5)
+        assert record["max_loss"] == pytest.approx(max(loss / n for loss, n in zip(losses, labels)), rel=1e-5)
+        assert record["tokens_seen"] == step * 8 * 64
+    losses, labels = zip(*totals(0))
+    assert few.metrics[5]["validation_loss"] == pytest.approx(sum(losses) / sum(labels), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", [*(f"pp2_{schedule}" for schedule in SCHEDULES), "pp2_uneven", "pp2_zbv_losses"])
 def test_no_schedule_runs_an_expert_gemm_twice(outcome, name):
     """Schedules that split backward ask for inputs' gradients first and for weights' later: each expert GEMM runs once,

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import train  # isort: skip - first: it tells torchtitan about CPUs; and once, for all cases
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from titan_moe.moe import experts
@@ -133,6 +134,35 @@ def count_backward(node: Any, recorder: Recorder) -> None:
     node.backward = staticmethod(counting)
 
 
+def hide_labels_and_compute_directly(train: ModuleType, run: Any) -> list[tuple[int, float, int]]:
+    """Leaves data rank 1 three labels of each sequence; returns what each call of the loss should have come to:
+    (step, 0 in validation; cross-entropy in float64, summed; labels), filled as the run goes on."""
+    found: list[tuple[int, float, int]] = []
+    to_device, loss_fn = train.to_device, run.loss_fn
+
+    def hide_labels(batch, device):
+        inputs, labels_BL = to_device(batch, device)
+        if train.runtime.batch_coordinates(run.parallel_dims)[0] == 1:
+            labels_BL = labels_BL.index_fill(1, torch.arange(3, labels_BL.shape[1]), IGNORE_INDEX)
+        return inputs, labels_BL
+
+    def computing(output, labels_BL, *args, **kwargs):
+        weight = run.loss_fn.lm_head.weight
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        logits = (output.double() @ weight.double().T).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(
+            logits, labels_BL.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
+        )
+        step = run.progress.step if torch.is_grad_enabled() else 0
+        found.append((step, loss.item(), int((labels_BL != IGNORE_INDEX).sum())))
+        return loss_fn(output, labels_BL, *args, **kwargs)
+
+    train.to_device = hide_labels
+    computing.lm_head = loss_fn.lm_head
+    run.loss_fn = computing
+    return found
+
+
 def load(path: str) -> ModuleType:
     """The module train.py, or an edited copy of it."""
     if Path(path).resolve() == Path(train.__file__).resolve():
@@ -145,14 +175,18 @@ def load(path: str) -> ModuleType:
     return module
 
 
-def run_case(train: ModuleType, argv: list[str], folder: Path) -> None:
+def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool) -> None:
     recorder = Recorder()
+    direct: list[tuple[int, float, int]] = []
     build, train_step = train.build, train.train_step
     clip, route = train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward
     exchange = dist.all_to_all_single
 
     def recording_build(config):
         recorder.run = build(config)
+        if few_labels:
+            nonlocal direct
+            direct = hide_labels_and_compute_directly(train, recorder.run)
         return recorder.run
 
     def recording_clip(*args, **kwargs):
@@ -184,6 +218,8 @@ def run_case(train: ModuleType, argv: list[str], folder: Path) -> None:
     train.build, train.train_step, dist.all_to_all_single = recording_build, counting_step, counting_exchange
     train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward = recording_clip, recording_route
     train.main(argv)
+    if few_labels:
+        (folder / f"direct-{dist.get_rank()}.json").write_text(json.dumps(direct))
     if recorder.gradients is not None:
         routing, shards = recorder.routing_by_global_sample(), recorder.expert_shards()
         gemms = recorder.gemms_of_all_ranks()
@@ -197,12 +233,12 @@ def run_case(train: ModuleType, argv: list[str], folder: Path) -> None:
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # rank 0 of each case hosts its own store
-    for name, (port, path, argv) in json.loads((out / "cases.json").read_text()).items():
+    for name, (port, path, few_labels, argv) in json.loads((out / "cases.json").read_text()).items():
         os.environ |= {"RUN_ID": name, "MASTER_PORT": str(port)}
         child = os.fork()
         if child == 0:
             try:
-                run_case(load(path), argv, out / name)
+                run_case(load(path), argv, out / name, few_labels)
                 dist.destroy_process_group()
             except BaseException:
                 traceback.print_exc()
