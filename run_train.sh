@@ -65,7 +65,8 @@ fi
 
 python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} # titan_moe need not be installed, nor this be called from here
-RUN_ID=$("$python" -m titan_moe.launch "$config" "$@") # one report of all mistakes, before any process starts
+# One report of all mistakes, before any process starts.
+RUN_ID=$(GPUS=$gpus "$python" -m titan_moe.launch "$config" "$@")
 export RUN_ID
 
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}

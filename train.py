@@ -310,7 +310,8 @@ def main(argv: list[str]) -> None:
     if os.environ["RANK"] != "0" and os.environ["LOCAL_RANK"] not in os.environ.get("LOG_RANK", "").split(","):
         logger.setLevel("WARNING")  # the console belongs to rank 0 and to ranks that were asked for; others only warn
     config = config_file.load(argv)
-    config_file.raise_on_problems(config, int(os.environ["WORLD_SIZE"]))
+    accelerator = runtime.DEVICE_TYPE != "cpu"
+    config_file.raise_on_problems(config, int(os.environ["WORLD_SIZE"]), accelerator=accelerator)
     if config.job.print_config:
         logger.info(f"Configuration:\n{config_file.to_toml(config)}")
     run = build(config)

@@ -1,7 +1,8 @@
 """`python -m titan_moe.launch CONFIG.toml [--section.key=value ...]`: what run_train.sh asks before it calls torchrun.
 
 Every mistake is so named once, not once per rank, and costs no process group. Exit status 2 with the mistakes on
-stderr, or 0 with the run id on stdout, for the shell to export as RUN_ID. Imports no torch.
+stderr, or 0 with the run id on stdout, for the shell to export as RUN_ID. Imports no torch, so the shell also tells how
+many GPUs there are (GPUS in the environment).
 """
 
 import hashlib
@@ -27,7 +28,7 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         world_size = nodes * _count(env, "NGPU", problems)
         run_id = _run_id(env, nodes, path, argv, problems)
         if world_size:
-            problems += config_file.check(config, world_size)
+            problems += config_file.check(config, world_size, accelerator=env.get("GPUS", "0") != "0")
         folder = run_folder.choose(config, {"RUN_ID": run_id})
         problems += _inputs(config) + _checkpoints(config, folder)
         if reason := run_folder.refusal(folder, run_id, resume=config.checkpoint.enable):
