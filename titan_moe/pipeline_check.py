@@ -117,11 +117,12 @@ def _microbatches(config: Config, world_size: int) -> list[str]:
 
 
 def _compile(config: Config) -> list[str]:
+    """Compiled layers have freed, in the first half of backward, what the second half needs. The loss has not: its
+    gradients are computed with it (loss.py)."""
     schedule, c = config.parallelism.pipeline_parallel_schedule, config.compile
-    if schedule not in SPLIT_BACKWARD or not (c.enable and c.components):
+    if schedule not in SPLIT_BACKWARD or not (c.enable and "model" in c.components):
         return []
     return [
-        f"compile.enable = true: {schedule} runs backward in two halves, which torch cannot do with anything that is "
-        'compiled, the loss included; choose false, or parallelism.pipeline_parallel_schedule = "1F1B" or '
-        '"Interleaved1F1B"'
+        f"compile.components = {c.components}: {schedule} runs backward in two halves, which torch cannot do with a "
+        'compiled model; choose ["loss"], or parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"'
     ]
