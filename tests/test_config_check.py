@@ -229,8 +229,8 @@ REFUSED = [
     (
         f"{PP}=2 {SCHEDULE}=ZBVZeroBubble activation_checkpoint.mode=none compile.enable",
         2,
-        "compile.components = ['model', 'loss']: ZBVZeroBubble runs backward in two halves, which torch cannot split "
-        'when the model is compiled; choose ["loss"], or parallelism.pipeline_parallel_schedule = "1F1B" or '
+        "compile.enable = true: ZBVZeroBubble runs backward in two halves, which torch cannot do with anything that is "
+        'compiled, the loss included; choose false, or parallelism.pipeline_parallel_schedule = "1F1B" or '
         '"Interleaved1F1B"',
     ),
 ]
@@ -274,7 +274,7 @@ def test_what_does_not_fit_comes_all_at_once():
         (f"{PP}=2 {SCHEDULE}=Interleaved1F1B {LAYERS}=1,1,1,1,1,0 model.n_layers=5", 2),
         (f"{PP}=2 {SCHEDULE}=Interleaved1F1B {LOCAL}=1", 2),  # fewer microbatches than stages: slow, but right
         (f"{PP}=2 {SCHEDULE}=DualPipeV {LOCAL}=1 {GLOBAL}=4", 2),  # accumulation fills the pipeline
-        (f"{PP}=2 {SCHEDULE}=DualPipeV activation_checkpoint.mode=none compile.enable compile.components=loss", 2),
+        (f"{PP}=2 {SCHEDULE}=DualPipeV activation_checkpoint.mode=none compile.enable compile.components=", 2),
         (f"{PP}=2 compile.enable", 2),
         (f"{CP}=2 {LENGTH}=66 loss.num_chunks=33 parallelism.context_parallel_load_balancer=none", 2),
         (f"{MICROBATCH}=3 {SCHEDULE}=DualPipeV", 1),  # without a pipeline these say nothing

@@ -318,7 +318,8 @@ class Parallelism:
     pipeline_parallel_layers_per_stage: list[int] = field(default_factory=list)
     """Layers of each stage, first to last; the first stage also has the embedding, the last one the head. As many
     numbers as stages: the pipeline degree with 1F1B, a multiple of it with interleaved schedules, twice it with
-    V-shaped ones. Empty: balanced by FLOPs, two stages per rank where the schedule has several"""
+    V-shaped ones; only the last may be 0. Empty: balanced by FLOPs, two stages per rank where the schedule has
+    several"""
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,7 @@ Runs before any process group exists, so it knows the world size only as a numbe
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
@@ -120,14 +120,14 @@ def _numbers(config: Config) -> dict[str, str]:
             value = attrgetter(path)(config)
             if value is not None and not holds(value):
                 found[path] = f"{path} = {value}: {rule}"
-    return found | _not_finite(asdict(config))
+    return found | _not_finite(config)
 
 
-def _not_finite(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def _not_finite(section: Any, prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
-    for key, value in tree.items():
+    for key, value in vars(section).items():
         path = prefix + key
-        if isinstance(value, dict):
+        if is_dataclass(value):
             found |= _not_finite(value, f"{path}.")
         elif isinstance(value, float) and not math.isfinite(value):
             found[path] = f"{path} = {value}: must be finite"

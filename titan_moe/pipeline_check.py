@@ -117,11 +117,11 @@ def _microbatches(config: Config, world_size: int) -> list[str]:
 
 
 def _compile(config: Config) -> list[str]:
-    schedule = config.parallelism.pipeline_parallel_schedule
-    if schedule not in SPLIT_BACKWARD or not (config.compile.enable and "model" in config.compile.components):
+    schedule, c = config.parallelism.pipeline_parallel_schedule, config.compile
+    if schedule not in SPLIT_BACKWARD or not (c.enable and c.components):
         return []
     return [
-        f"compile.components = {config.compile.components}: {schedule} runs backward in two halves, which torch cannot "
-        'split when the model is compiled; choose ["loss"], or parallelism.pipeline_parallel_schedule = "1F1B" or '
+        f"compile.enable = true: {schedule} runs backward in two halves, which torch cannot do with anything that is "
+        'compiled, the loss included; choose false, or parallelism.pipeline_parallel_schedule = "1F1B" or '
         '"Interleaved1F1B"'
     ]
