@@ -9,6 +9,8 @@ set the sharding of every node, replaces some of them and builds the modules on 
 | MoE, RoutedExperts and     | moe.layer: FusedMoE,       | the MoE region: plan, dispatch, experts, combine; load |
 | GroupedExperts, router     | FusedRoutedExperts, ...    | counts, auxiliary losses, fp32 router logits           |
 | DeepSeekV3Model            | Model                      | MTP layers too leave the head to the loss              |
+| Attention, norms,          | block: LatentAttention,    | names for what backward can make again instead of      |
+| FeedForward                | Norm, SwiGLU, SharedExpert | keeping it                                             |
 
 `init_weights` gives every parameter the same values on every mesh: see its docstring.
 """
@@ -38,10 +40,12 @@ from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_conf
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import set_default_dtype
 
+from titan_moe.block import mark
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor, sequences_per_step
 from titan_moe.moe.layer import choose_experts, fuse
 from titan_moe.moe.names import FUSED, GATE, UP, split_w13
+from titan_moe.rebuild import rebuilt
 
 # Rows drawn with one seed. A rank draws whole blocks, so a smaller one wastes less at the edge of its slice and a
 # larger one seeds less often; it is part of what the initial weights are, so it must never change.
@@ -155,6 +159,7 @@ def model_config(config: Config) -> Model.Config:
         if layer.moe is not None:
             layer.moe.load_balance_coeff = config.moe.load_balance_coeff or None
             layer.moe = fuse(layer.moe, **moe_settings(config))
+        mark(layer)
     return tree
 
 
@@ -203,7 +208,7 @@ class DenseAttention(Module):
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: torch.Tensor, scale: float | None = None):
         v_width = v_BLNH.shape[-1]
         if q_BLNH.shape[1] >= PAD_FROM_LENGTH:
-            v_BLNH = F.pad(v_BLNH, (0, q_BLNH.shape[-1] - v_width))
+            v_BLNH = rebuilt(("mla_up_proj",), F.pad, v_BLNH, (0, q_BLNH.shape[-1] - v_width))
         out_BNLH = F.scaled_dot_product_attention(
             q_BLNH.transpose(1, 2),
             k_BLNH.transpose(1, 2),
