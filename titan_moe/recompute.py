@@ -29,7 +29,8 @@ from typing import Any, cast
 import titan_moe.runtime  # noqa: F401
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.pipelining import stage
 from torch.utils.checkpoint import GraphExecGroup, create_selective_checkpoint_contexts
@@ -67,6 +68,10 @@ class _EveryBlock(ActivationCheckpointing):
         if self.config.splits_backward:  # type: ignore[attr-defined]
             share_recompute()
         for name, block in mtp_blocks(model):
+            # An MTP block ends with a norm behind its MoE layer: recompute would have to combine again to get at what
+            # it keeps. Out of activation checkpointing's sight that stays as it is, the size of the block's input.
+            norm = cast("nn.Module", block.mtp_norm)
+            norm.forward = wrapped_in(norm.forward, partial(saved_tensors_hooks, _as_it_is, _as_it_is))
             wrapped = self._wrap_block(block, base_fqn=f"mtp_layers.{name}")
             model.get_submodule("mtp_layers").register_module(name, wrapped)
 
@@ -130,15 +135,22 @@ class PartsCheckpointing(_EveryBlock):
         splits_backward: bool = False
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        forward, parts = module.forward, cast("PartsCheckpointing.Config", self.config).parts
-
-        @wraps(forward)
-        def forward_rebuilding(*args, **kwargs):
-            with rebuilding(parts):
-                return forward(*args, **kwargs)
-
-        module.forward = forward_rebuilding
+        parts = cast("PartsCheckpointing.Config", self.config).parts
+        module.forward = wrapped_in(module.forward, partial(rebuilding, parts))
         return module
+
+
+def wrapped_in(forward: Callable[..., Any], context: Callable[[], Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def forward_in_context(*args, **kwargs):
+        with context():
+            return forward(*args, **kwargs)
+
+    return forward_in_context
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def lasting(contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
