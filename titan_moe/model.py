@@ -9,6 +9,8 @@ set the sharding of every node, replaces some of them and builds the modules on 
 | MoE, RoutedExperts and     | moe.layer: FusedMoE,       | the MoE region: plan, dispatch, experts, combine; load |
 | GroupedExperts, router     | FusedRoutedExperts, ...    | counts, auxiliary losses, fp32 router logits           |
 | DeepSeekV3Model            | Model                      | MTP layers too leave the head to the loss              |
+| Attention, norms,          | block: LatentAttention,    | names for what backward can make again instead of      |
+| FeedForward                | Norm, SwiGLU, SharedExpert | keeping it                                             |
 
 `init_weights` gives every parameter the same values on every mesh: see its docstring.
 """
@@ -41,6 +43,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_moe.attention import DenseAttention
+from titan_moe.block import mark
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor, sequences_per_step
 from titan_moe.moe.layer import choose_experts, fuse
@@ -50,8 +53,7 @@ from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 # larger one seeds less often; it is part of what the initial weights are, so it must never change.
 INIT_BLOCK_ELEMENTS = 2**20
 
-
-GATHERED_TO_SEQUENCE_PARALLEL = (
+GATHERED_TO_SEQUENCE_PARALLEL: tuple[Any, Any] = (
     dense_activation_placement(tp=spmd.R).per_axis_spmd_types(),
     dense_sequence_parallel_placement().per_axis_spmd_types(),
 )
@@ -163,6 +165,7 @@ def model_config(config: Config) -> Model.Config:
         if layer.moe is not None:
             layer.moe.load_balance_coeff = config.moe.load_balance_coeff or None
             layer.moe = fuse(layer.moe, **moe_settings(config))
+        mark(layer)
     return tree
 
 
