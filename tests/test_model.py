@@ -1,19 +1,21 @@
 """Our nodes in torchtitan's tree, weights drawn by whole parameters, and what is built from the model."""
 
 import math
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from titan_moe.attention import DenseAttention
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.flavors import FLAVORS
 from titan_moe.model import _init_slice, build_model, init_weights
-from titan_moe.moe.layer import RouterGate
+from titan_moe.moe.layer import FusedMoE, RouterGate
 from titan_moe.optimizer import NO_WEIGHT_DECAY, apply_hyperparameters, build_lr_schedulers, build_optimizers
-from titan_moe.parallel import total_and_active_parameters
+from titan_moe.parallel import compile_layers, total_and_active_parameters
 
 ONE_RANK = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False, tp=1)
 
@@ -68,6 +70,35 @@ def test_initial_weights_follow_the_seed_and_torchtitans_recipe(config, model):
     assert model.tok_embeddings.weight.std().item() == pytest.approx(1, rel=0.05)
     assert model.layers["0"].attention.wq_a.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.layers["1"].moe.expert_bias_E.abs().sum() == 0
+
+
+def test_mtp_layers_too_are_drawn_from_the_seed(config):
+    """Every parameter has an initializer that `init_weights` replaces: torch's own would depend on the mesh."""
+    config = deepcopy(config)
+    config.model.num_mtp_layers = 2
+    model, other = (build_model(config).to_empty(device="cpu") for _ in range(2))
+    init_weights(model, seed=0)
+    init_weights(other, seed=1)
+    assert all(m._param_init is not None for m in model.modules() if list(m.parameters(recurse=False)))
+    for layer, further in zip(model.mtp_layers, other.mtp_layers):
+        assert isinstance(layer.moe, FusedMoE) and isinstance(layer.attention.inner_attention, DenseAttention)
+        assert layer.eh_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert not torch.equal(layer.eh_proj.weight, further.eh_proj.weight)
+        for norm in (layer.enorm, layer.hnorm, layer.mtp_norm):
+            assert torch.equal(norm.weight, torch.ones(32))
+    first, second = (layer.eh_proj.weight for layer in model.mtp_layers)
+    assert not torch.equal(first, second)
+
+
+def test_mtp_layers_too_are_compiled(config):
+    config = deepcopy(config)
+    config.model.num_mtp_layers = 1
+    model = build_model(config)
+    compile_layers(model, "eager")
+    compiled = {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
+    parts = ["attention_norm", "attention", "ffn_norm", "moe.shared_experts", "enorm", "hnorm", "eh_proj", "mtp_norm"]
+    assert {name for name in compiled if name.startswith("mtp_layers")} == {f"mtp_layers.0.{part}" for part in parts}
+    assert "layers.0" in compiled and "layers.1.attention" in compiled
 
 
 @pytest.mark.parametrize(("name", "total", "active"), [("16B", 15.7e9, 2.7e9), ("671B", 671e9, 37.5e9)])

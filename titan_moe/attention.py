@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.protocols.module import Module
 
+from titan_moe.rebuild import rebuilt
+
 QUERY_BLOCK = 1024
 
 # Forward and backward in bf16, padded over plain: 1.8 times as long at 128 tokens, equal at 256, 0.4 times at 1,024.
@@ -74,10 +76,10 @@ class DenseAttention(Module):
     ) -> Tensor:
         start_BL, index_Q, order_L, mask_B1QL = attention_masks
         if order_L is not None:
-            k_BLNH, v_BLNH = k_BLNH[:, order_L], v_BLNH[:, order_L]
+            k_BLNH, v_BLNH = (rebuilt(("mla_up_proj",), torch.index_select, x, 1, order_L) for x in (k_BLNH, v_BLNH))
         v_width = v_BLNH.shape[-1]
         if q_BLNH.shape[1] >= PAD_FROM_LENGTH:
-            v_BLNH = F.pad(v_BLNH, (0, q_BLNH.shape[-1] - v_width))
+            v_BLNH = rebuilt(("mla_up_proj",), F.pad, v_BLNH, (0, q_BLNH.shape[-1] - v_width))
         q_BNQH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         if mask_B1QL is not None:
             out_BNQH = F.scaled_dot_product_attention(q_BNQH, k_BNLH, v_BNLH, attn_mask=mask_B1QL, scale=scale)

@@ -328,7 +328,10 @@ class ActivationCheckpoint:
     """What backward recomputes: nothing, cheap operations, or whole layers"""
 
     recompute: list[Literal["mla_up_proj", "swiglu", "norms", "shared_expert"]] = field(default_factory=list)
-    """With mode "none": parts of every layer that backward recomputes nevertheless"""
+    """With mode "none": parts of every layer that backward makes again rather than keep. "norms": outputs of the norms,
+    and the router's fp32 copy of one; "mla_up_proj": q, k and v of the attention kernel, from the latents; "swiglu":
+    activations of dense layers and of the shared expert (those of routed experts are never kept); "shared_expert": all
+    that the shared expert keeps. The start-up report says what each saves"""
 
 
 @dataclass(kw_only=True)

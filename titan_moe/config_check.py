@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
 
-from titan_moe import flavors, mesh_check, pipeline_check
+from titan_moe import flavors, mesh_check, pipeline_check, recompute_facts
 from titan_moe.config import Config
 from titan_moe.mesh_check import (
     choices,
@@ -101,6 +101,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
         found += mesh_check.check_accelerator(config) if accelerator else []
         found += pipeline_check.check(config, world_size, flavor)
         found += _moe(config)
+        found += _recompute(config)
         found += _lengths(config, flavor.max_seq_len)
     return found
 
@@ -162,6 +163,14 @@ def _moe(config: Config) -> list[str]:
             'expert_parallel_degree above 1; leave it out, or set moe.dispatcher = "dedup"'
         )
     return found
+
+
+def _recompute(config: Config) -> list[str]:
+    compiles = config.compile.enable and "model" in config.compile.components
+    problem = recompute_facts.problem(
+        config.activation_checkpoint.mode, config.activation_checkpoint.recompute, compiles
+    )
+    return [problem] if problem else []
 
 
 def _lengths(config: Config, max_seq_len: int) -> list[str]:

@@ -9,6 +9,8 @@ set the sharding of every node, replaces some of them and builds the modules on 
 | MoE, RoutedExperts and     | moe.layer: FusedMoE,       | the MoE region: plan, dispatch, experts, combine; load |
 | GroupedExperts, router     | FusedRoutedExperts, ...    | counts, auxiliary losses, fp32 router logits           |
 | DeepSeekV3Model            | Model                      | MTP layers too leave the head to the loss              |
+| Attention, norms,          | block: LatentAttention,    | names for what backward can make again instead of      |
+| FeedForward                | Norm, SwiGLU, SharedExpert | keeping it                                             |
 
 `init_weights` gives every parameter the same values on every mesh: see its docstring.
 """
@@ -22,14 +24,17 @@ from typing import Any, cast
 
 from titan_moe.runtime import DEVICE_TYPE
 
+import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_redistribute_per_axis
 from torchtitan.models import deepseek_v3
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_sequence_parallel_placement
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
 from torchtitan.models.deepseek_v3.mtp import roll_mtp_sequence
@@ -38,6 +43,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_moe.attention import DenseAttention
+from titan_moe.block import mark
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor, sequences_per_step
 from titan_moe.moe.layer import choose_experts, fuse
@@ -46,6 +52,11 @@ from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 # Rows drawn with one seed. A rank draws whole blocks, so a smaller one wastes less at the edge of its slice and a
 # larger one seeds less often; it is part of what the initial weights are, so it must never change.
 INIT_BLOCK_ELEMENTS = 2**20
+
+GATHERED_TO_SEQUENCE_PARALLEL: tuple[Any, Any] = (
+    dense_activation_placement(tp=spmd.R).per_axis_spmd_types(),
+    dense_sequence_parallel_placement().per_axis_spmd_types(),
+)
 
 
 class Model(DeepSeekV3Model):
@@ -75,6 +86,8 @@ class Model(DeepSeekV3Model):
             # Embedded anew: under sequence parallelism the rows of `h` that are further on may be another rank's.
             h_BLD = layer(self.tok_embeddings(tokens_BL), h_BLD, known_BL, attention_masks, positions)
             outputs.append(h_BLD)
+            # For the head, the layer's norm has gathered the sequence; the next layer wants its part again.
+            h_BLD = spmd_redistribute_per_axis(h_BLD, current_spmd_mesh(), *GATHERED_TO_SEQUENCE_PARALLEL)
         return outputs
 
 
@@ -152,6 +165,7 @@ def model_config(config: Config) -> Model.Config:
         if layer.moe is not None:
             layer.moe.load_balance_coeff = config.moe.load_balance_coeff or None
             layer.moe = fuse(layer.moe, **moe_settings(config))
+        mark(layer)
     return tree
 
 

@@ -24,6 +24,7 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.inputs import Inputs
+from titan_moe.moe.layer import moe_layers
 from titan_moe.pipeline_layout import pipeline_layout
 
 
@@ -73,6 +74,18 @@ class Pipeline:
         )
         self.parts: list[DeepSeekV3Model] = parts  # type: ignore[assignment]
         self.device = device
+        # Before the first step, and the first after a validation, torch runs the stages once on tensors without content
+        # to learn their shapes. The experts must not count that.
+        learn_shapes = self.schedule._initialize_pp_stages
+
+        def learn_shapes_and_forget(*args, **kwargs):
+            learned = learn_shapes(*args, **kwargs)
+            for part in self.parts:
+                for moe in moe_layers(part).values():
+                    moe.forget()
+            return learned
+
+        self.schedule._initialize_pp_stages = learn_shapes_and_forget
 
     def step(self, microbatches: list[Inputs], valid_tokens: Tensor) -> Tensor:
         """Forward and backward of a whole optimizer step. Returns this rank's share of the loss, 0 on ranks without the

@@ -40,6 +40,9 @@ def use_available_device() -> str:
 
 DEVICE_TYPE = use_available_device()
 
+# torchtitan's collectives go by torch's former names.
+warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402

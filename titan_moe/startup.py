@@ -21,6 +21,7 @@ from titan_moe.moe.balance import balanced_random_ids
 from titan_moe.moe.layer import choose_dispatcher, choose_experts
 from titan_moe.moe.layout import destinations
 from titan_moe.pipeline_layout import pipeline_layout
+from titan_moe.recompute_facts import saved_bytes
 
 
 def claim_run_folder(config: Config, folder: Path) -> int:
@@ -59,7 +60,7 @@ def report(
     logger.info(f"Parameters {t.dtype}, compute {t.mixed_precision_param}, reduction {t.mixed_precision_reduce}")
     if parallel_dims.pp_enabled:
         logger.info(pipeline_layout(config, model_flavor(config)).report())
-    for line in moe_report(config, parallel_dims):
+    for line in [*moe_report(config, parallel_dims), recompute_report(config)]:
         logger.info(line)
     logger.info(
         f"Tokens per step: {batch} sequences x {t.seq_len} tokens x {dp_degree} data-parallel ranks x "
@@ -103,3 +104,22 @@ def forced_ids(how: str, tokens: int, flavor: Flavor) -> torch.Tensor:
         return torch.arange(tokens * flavor.top_k).view(tokens, flavor.top_k) % flavor.num_experts
     groups, kept = flavor.num_expert_groups, flavor.num_limited_groups
     return balanced_random_ids(tokens, flavor.top_k, flavor.num_experts, groups, kept, device="cpu")
+
+
+def recompute_report(config: Config) -> str:
+    """What the start-up report says about activation checkpointing."""
+    chosen, flavor, p = config.activation_checkpoint, model_flavor(config), config.parallelism
+    if chosen.mode != "none" or not chosen.recompute:
+        return f"Activation checkpointing: {chosen.mode}"
+    tokens = microbatch_size(config) * config.training.seq_len // p.context_parallel_degree
+    itemsize = getattr(torch, config.training.mixed_precision_param).itemsize
+
+    def saved(*parts: str, moe: bool = True) -> str:
+        saves = saved_bytes(flavor, tokens, itemsize, parts, moe=moe, tensor=p.tensor_parallel_degree)
+        return f"{saves / 2**20:,.1f} MiB"
+
+    each = ", ".join(f"{part} {saved(part)}" for part in chosen.recompute)
+    return (
+        f"Activation checkpointing: made again in backward, of each MoE layer and microbatch: {each}; together "
+        f"{saved(*chosen.recompute)}, of a dense layer {saved(*chosen.recompute, moe=False)}"
+    )

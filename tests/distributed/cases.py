@@ -16,7 +16,6 @@ TP2, CP2 = "--parallelism.tensor_parallel_degree=2", "--parallelism.context_para
 PP2, SCHEDULE = "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule"
 LAYERS = "--parallelism.pipeline_parallel_layers_per_stage"
 SCHEDULES = ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-FOUR_STAGES = f"{LAYERS}=[1, 1, 1, 0]"  # three layers do, because the head is a stage of its own
 MTP1 = "--model.num_mtp_layers=1"
 HSDP2 = "--parallelism.data_parallel_replicate_degree=2"
 # With two experts on four ranks FSDP has no whole expert left to hand out, so it cuts them along F, as at 1,024 GPUs.
@@ -26,6 +25,11 @@ TWO_EXPERTS = [
 SEED_ONLY = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 # The schedule must not follow training.steps where runs of different lengths are compared.
 SCHEDULE_100 = "--lr_scheduler.total_steps=100"
+
+
+def pipeline(schedule: str) -> list[str]:
+    """Two ranks; schedules with two stages per rank have four for three layers, the last one with the head alone."""
+    return [PP2, f"{SCHEDULE}={schedule}", *([] if schedule == "1F1B" else [f"{LAYERS}=[1, 1, 1, 0]"])]
 
 
 def chain(first: Path, out: Path, meshes: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -87,19 +91,14 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
             "cp2": [CP2],
             "cp2_ep2_losses": [CP2, EP2, *LOSSES],
             "cp2_plain_order": [CP2, "--parallelism.context_parallel_load_balancer=none", SELECTIVE],
-            "pp2_1F1B": [PP2],
-            **{f"pp2_{schedule}": [PP2, f"{SCHEDULE}={schedule}", FOUR_STAGES] for schedule in SCHEDULES[1:]},
+            **{f"pp2_{schedule}": pipeline(schedule) for schedule in SCHEDULES},
             "pp2_uneven": [PP2, f"{LAYERS}=[1, 2]", FULL, "--parallelism.pipeline_parallel_microbatch_size=2"],
             "pp2_losses": [PP2, SELECTIVE, *LOSSES],
-            "pp2_zbv_losses": [PP2, f"{SCHEDULE}=ZBVZeroBubble", FOUR_STAGES, *LOSSES],
+            "pp2_zbv_losses": [*pipeline("ZBVZeroBubble"), *LOSSES],
             **chain(
                 out.parent / "1" / "saved" / "checkpoint" / "step-3",
                 out,
-                {
-                    "then_tp2": [TP2],
-                    "then_pp2": [PP2, f"{SCHEDULE}=ZBVZeroBubble", FOUR_STAGES],
-                    "then_cp2_ep2": [CP2, EP2],
-                },
+                {"then_tp2": [TP2], "then_pp2": pipeline("ZBVZeroBubble"), "then_cp2_ep2": [CP2, EP2]},
             ),
             "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, "--training.mixed_precision_param=bfloat16"],
         }
@@ -117,7 +116,7 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
         "hsdp2x2": [HSDP2],
         "fsdp2_tp2_ep2": [TP2, EP2],
         "tp2_cp2_ep4": [TP2, CP2, EP4],
-        "pp2_ep2": [PP2, EP2, f"{SCHEDULE}=Interleaved1F1B", FOUR_STAGES],
+        "pp2_ep2": [*pipeline("Interleaved1F1B"), EP2],
         "pp2_tp2": [PP2, TP2],
         "pp2_cp2_ep2": [PP2, CP2, EP2],
         **chain(

@@ -179,10 +179,7 @@ class LoadBalancer:
     def discard(self) -> Tensor:
         """Forget what was collected since the last step, also for a step that is skipped. Returns this rank's auxiliary
         losses, by layer."""
-        for moe in self.layers.values():
-            _local(moe.tokens_per_expert_E).zero_()
-            moe.routed_experts.dropped = None
-        return torch.stack([moe.take_losses() for moe in self.layers.values()])
+        return torch.stack([moe.forget() for moe in self.layers.values()])
 
     def statistics(self) -> dict[str, float]:
         """The last step's load, by layer and worst: heaviest over mean expert; share of copies dropped; auxiliary loss.

@@ -206,6 +206,13 @@ class FusedMoE(MoE):
         self.loss = self.router.gate.loss = None
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.tokens_per_expert_E.device)
 
+    def forget(self) -> Tensor:
+        """Forget what was collected since the last step. Returns this rank's auxiliary losses of it."""
+        counts_E = self.tokens_per_expert_E
+        (counts_E.to_local() if isinstance(counts_E, DTensor) else counts_E).zero_()
+        self.routed_experts.dropped = None
+        return self.take_losses()
+
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         super()._init_self_buffers(buffer_device=buffer_device)
         self.tokens_per_expert_E = self.tokens_per_expert_E.to(torch.int64)

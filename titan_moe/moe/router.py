@@ -12,6 +12,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from titan_moe.moe import balance
+from titan_moe.rebuild import rebuilt
 
 
 class RouterGate(Linear):
@@ -35,7 +36,7 @@ class RouterGate(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(device_type=input.device.type, enabled=False):
-            logits_BLE = F.linear(input.float(), self.weight.float())
+            logits_BLE = F.linear(rebuilt(("norms",), torch.Tensor.float, input), self.weight.float())
             if self.z_loss_coeff and self.training:
                 loss = balance.z_loss(logits_BLE, self.sequence_ranks) * (self.z_loss_coeff / self.sequences_per_step)
                 logits_BLE = balance.with_loss(logits_BLE, loss, self.sequence_ranks)
