@@ -39,13 +39,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     **{name: {PP: 2, SCHEDULE: name} for name in SCHEDULES},
     "MTP": {"model.num_mtp_layers": 1},
     **{f"recompute {mode}": {"activation_checkpoint.mode": mode} for mode in RECOMPUTE},
+    "recompute parts": {"activation_checkpoint.mode": "none", "activation_checkpoint.recompute": ["norms", "swiglu"]},
     "accumulation": {"training.global_batch_size": 2},  # times what the other features make of a local one
     "compile": {"compile.enable": True},
 }
 """What a configuration has, and how one says so"""
 
-ONE_OF = (set(SCHEDULES), {f"recompute {mode}" for mode in RECOMPUTE})
-"""Features that exclude each other by being values of one key"""
+ONE_OF = (set(SCHEDULES), {name for name in FEATURES if name.startswith("recompute")})
+"""Features that exclude each other, mostly as values of one key"""
 
 
 def can_meet(features: Iterable[str]) -> bool:
@@ -71,14 +72,14 @@ def refusals(features: Iterable[str]) -> list[str]:
 
 def features_of(config: Config, world_size: int) -> set[str]:
     """What a configuration has of `FEATURES`."""
-    p = config.parallelism
+    p, ac = config.parallelism, config.activation_checkpoint
     _, shard = data_parallel_degree(config, world_size)
     has = {
         "FSDP2": shard > 1,
         **{name: attrgetter(degree)(config) > 1 for name, degree in DEGREE.items()},
         p.pipeline_parallel_schedule: p.pipeline_parallel_degree > 1,
         "MTP": bool(config.model.num_mtp_layers),
-        f"recompute {config.activation_checkpoint.mode}": True,
+        f"recompute {'parts' if ac.recompute else ac.mode}": True,
         "accumulation": gradient_accumulation_steps(config, world_size) > 1,
         "compile": config.compile.enable,
     }
