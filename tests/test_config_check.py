@@ -235,9 +235,9 @@ REFUSED = [
     (
         f"{PP}=2 {SCHEDULE}=DualPipeV parallelism.fsdp_reshard_after_forward=always",
         2,
-        'parallelism.fsdp_reshard_after_forward = "always": DualPipeV runs backward in two halves, which loses gradients '
-        'of parameters that were freed after forward; choose "default" or "never", or pipeline_parallel_schedule = '
-        '"1F1B" or "Interleaved1F1B"',
+        'parallelism.fsdp_reshard_after_forward = "always": DualPipeV runs backward in two halves, which loses '
+        'gradients of parameters that were freed after forward; choose "default" or "never", or '
+        'pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
     ),
 ]
 

@@ -15,13 +15,14 @@ LOSSES = ["--moe.sequence_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"]  # large
 TP2, CP2 = "--parallelism.tensor_parallel_degree=2", "--parallelism.context_parallel_degree=2"
 PP2, SCHEDULE = "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule"
 LAYERS = "--parallelism.pipeline_parallel_layers_per_stage"
+PARTS = [NONE, "--activation_checkpoint.recompute=mla_up_proj,swiglu,norms,shared_expert"]
 # Every schedule, and between them every kind of recompute with schedules that split backward.
 PIPELINES = {
-    "1F1B": NONE,
-    "Interleaved1F1B": FULL,
-    "InterleavedZeroBubble": SELECTIVE,
-    "ZBVZeroBubble": NONE,
-    "DualPipeV": SELECTIVE,
+    "1F1B": [NONE],
+    "Interleaved1F1B": [FULL],
+    "InterleavedZeroBubble": [SELECTIVE],
+    "ZBVZeroBubble": PARTS,
+    "DualPipeV": [SELECTIVE],
 }
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 MTP1, MTP2 = "--model.num_mtp_layers=1", "--model.num_mtp_layers=2"
@@ -91,17 +92,18 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
             "fsdp2_ep2_alltoall_redispatch": [EP2, ALLTOALL, FULL, "--moe.redispatch"],
             "fsdp2_ep2_losses": [EP2, FULL, *LOSSES],
             "fsdp2_whole_batch": ["--training.local_batch_size=4"],
+            "fsdp2_ep2_parts": [EP2, *PARTS, "--parallelism.fsdp_reshard_after_forward=always"],
             "fsdp2_ep2_compiled": [EP2, *COMPILED],
             "tp2": [TP2],
             "tp2_losses": [TP2, "--loss.num_chunks=1", *LOSSES],
-            "tp2_ep2": [TP2, EP2],
+            "tp2_ep2": [TP2, EP2, *PARTS],
             "tp2_ep2_losses": [TP2, EP2, *LOSSES],
             "tp2_mtp2": [TP2, MTP2],
             "fsdp2_ep2_mtp_full": [EP2, MTP1, FULL],
-            "cp2": [CP2],
+            "cp2": [CP2, *PARTS],
             "cp2_ep2_losses": [CP2, EP2, *LOSSES],
             "cp2_plain_order": [CP2, "--parallelism.context_parallel_load_balancer=none", SELECTIVE],
-            **{f"pp2_{schedule}": [*pipeline(schedule), mode] for schedule, mode in PIPELINES.items()},
+            **{f"pp2_{schedule}": [*pipeline(schedule), *mode] for schedule, mode in PIPELINES.items()},
             "pp2_uneven": [PP2, f"{LAYERS}=[1, 2]", FULL, "--parallelism.pipeline_parallel_microbatch_size=2"],
             "pp2_losses": [PP2, SELECTIVE, *LOSSES],
             "pp2_zbv_losses": [*pipeline("ZBVZeroBubble"), FULL, *LOSSES],

@@ -34,6 +34,7 @@ COMPARED = [
     (4, "hsdp2x2_ep2", "one_rank"),
     (4, "ep2_two_experts", "one_rank_two_experts"),
     (4, "hsdp2x2", "one_rank"),
+    (2, "fsdp2_ep2_parts", "one_rank"),
     (2, "fsdp2_ep2_compiled", "one_rank"),
     (2, "tp2", "one_rank"),
     (2, "tp2_losses", "one_rank_losses"),
@@ -183,6 +184,7 @@ def test_recompute_sends_no_token_again(outcome):
     assert exchanges("fsdp2_ep2_full") == exchanges("fsdp2_ep2_selective") == exchanges("fsdp2_ep2")
     assert exchanges("fsdp2_ep2_alltoall_full") == exchanges("fsdp2_ep2_alltoall_selective") == plain
     layers, microbatches = 2, 2
+    assert exchanges("fsdp2_ep2_mtp_full") * layers == exchanges("fsdp2_ep2") * (layers + 1)
     assert exchanges("fsdp2_ep2_alltoall_redispatch") == plain + 2 * layers * microbatches
 
 
