@@ -36,6 +36,7 @@ from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.config import Config
 from titan_moe.data import PackedDataLoader, build_dataloaders
 from titan_moe.metrics import Metrics
+from titan_moe.mistakes import readable
 from titan_moe.model import attention_masks, build_model, init_weights
 from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
 from titan_moe.tokenizer import build_tokenizer
@@ -310,6 +311,7 @@ def validate(run: Run) -> float:
 
 
 @record  # torchrun shows the error of whichever rank failed first
+@readable  # a user's mistake without a traceback
 def main(argv: list[str]) -> None:
     runtime.default_environment(argv)
     init_logger()
@@ -317,8 +319,6 @@ def main(argv: list[str]) -> None:
         logger.setLevel("WARNING")  # the console belongs to rank 0 and to ranks that were asked for; others only warn
     config = config_file.load(argv)
     config_file.raise_on_problems(config, int(os.environ["WORLD_SIZE"]))
-    if config.job.print_config:
-        logger.info(f"Configuration:\n{config_file.to_toml(config)}")
     run = build(config)
     try:
         train(run)
@@ -330,9 +330,6 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except config_file.ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,8 +1,9 @@
 """The schema: one dataclass per TOML section, torchtitan 0.2's section and key names for everything we support.
 
 The string under a field is its help text. A field typed `X | None` that is None is unset: TOML has no null, so an
-absent key is how one says it. `config_file.py` reads TOML and the command line into these classes and checks them;
-nothing here checks anything. Imports neither torch nor torchtitan, so that the planner and `--help` answer at once.
+absent key is how one says it, or "none" to take back what a base file sets. `config_file.py` reads TOML and the command
+line into these classes and checks them; nothing here checks anything. Imports neither torch nor torchtitan, so that the
+planner and `--help` answer at once.
 """
 
 from dataclasses import dataclass, field
@@ -18,9 +19,6 @@ class Job:
 
     description: str = ""
     """One line about the run, kept in its run.json"""
-
-    print_config: bool = False
-    """Print the resolved configuration as the run starts"""
 
 
 @dataclass(kw_only=True)

@@ -1,45 +1,77 @@
 """`python -m titan_moe.launch CONFIG.toml [--section.key=value ...]`: what run_train.sh asks before it calls torchrun.
 
 Every mistake is so named once, not once per rank, and costs no process group. Exit status 2 with the mistakes on
-stderr, or 0 with the run id on stdout, for the shell to export as RUN_ID. Imports no torch.
+stderr, or 0 with the run id on stdout, for the shell to export as RUN_ID. With `--print_config` it prints the resolved
+configuration instead, each value with the place it comes from, and nothing is checked but the configuration itself.
+Imports no torch.
 """
 
 import hashlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from titan_moe import config_file, run_folder
 from titan_moe.config import Config
-from titan_moe.config_file import ConfigError
+from titan_moe.config_file import ConfigError, Loaded
+from titan_moe.config_keys import get
 from titan_moe.sources import list_both
 from titan_moe.tokenizer import build_tokenizer
 
+NEEDS_GPU = {"checkpoint.async_mode": ("async_with_pinned_mem",)}
+"""Values that only a GPU can do. Backends and number types that need one join here when they are built in"""
+
 
 def main(argv: list[str], env: Mapping[str, str]) -> int:
+    printing = {"--print_config", "--print-config"} & {*argv}
+    argv = [word for word in argv if word not in printing]
     try:
-        config = config_file.load(argv)
-        path, _, _ = config_file.parse_arguments(argv)
+        loaded = config_file.read(argv)
+        for note in loaded.notes:
+            print(f"note: {note}", file=sys.stderr)
+        if printing:
+            return _print_config(loaded)
         problems: list[str] = []
         nodes = _count(env, "NNODES", problems)
         world_size = nodes * _count(env, "NGPU", problems)
-        run_id = _run_id(env, nodes, path, argv, problems)
-        if world_size:
-            problems += config_file.check(config, world_size)
-        folder = run_folder.choose(config, {"RUN_ID": run_id})
-        problems += _inputs(config) + _checkpoints(config, folder)
-        if reason := run_folder.refusal(folder, run_id, resume=config.checkpoint.enable):
+        run_id = _run_id(env, nodes, loaded.file, argv, problems)
+        checked = config_file.check(loaded.config, world_size) if world_size else []
+        folder = run_folder.choose(loaded.config, {"RUN_ID": run_id})
+        checked += _hardware(loaded.config) + _inputs(loaded.config) + _checkpoints(loaded.config, folder)
+        problems = loaded.problems + problems + loaded.located(checked)
+        if reason := run_folder.refusal(folder, run_id, resume=loaded.config.checkpoint.enable):
             problems.append(reason)
         if problems:
-            raise ConfigError(path, problems)
+            raise ConfigError(loaded.file, problems)
     except (ConfigError, OSError) as error:  # OSError: a run folder that cannot even be looked at
         print(error, file=sys.stderr)
         return 2
     print(f"Run folder: {folder}", file=sys.stderr)
     print(run_id)
     return 0
+
+
+def _print_config(loaded: Loaded) -> int:
+    if loaded.problems:
+        raise ConfigError(loaded.file, loaded.problems)
+    text = config_file.to_toml(loaded.config, loaded.origins)
+    sys.stdout.buffer.write(text.encode())  # as TOML is, whatever the locale
+    sys.stdout.flush()
+    return 0
+
+
+def _hardware(config: Config) -> list[str]:
+    """What the configuration asks of hardware that this machine has not, as far as can be told without starting."""
+    if shutil.which("nvidia-smi"):
+        return []
+    return [
+        f'{key} = "{get(config, key)}": needs a GPU, and this machine has none (there is no nvidia-smi)'
+        for key, values in NEEDS_GPU.items()
+        if get(config, key) in values
+    ]
 
 
 def _inputs(config: Config) -> list[str]:
@@ -58,6 +90,8 @@ def _inputs(config: Config) -> list[str]:
 
 def _checkpoints(config: Config, folder: Path) -> list[str]:
     """What is wrong with the checkpoints that the run is to start from."""
+    if not config.checkpoint.enable:  # nothing is loaded, and config_check says so
+        return []
     start, step, found = config.checkpoint.initial_load_path, config.checkpoint.load_step, []
     if start and not Path(start).is_dir():
         found.append(f"checkpoint.initial_load_path = {start!r}: is no folder; name a checkpoint's step-N folder")
