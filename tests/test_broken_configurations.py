@@ -156,6 +156,8 @@ CASES = [
     case('checkpoint.async_mode = "async_with_pinned_mem"'),
     case('model.hf_assets_path = "gone"'),
     case("model.vocab_size = 100"),
+    case('job.dump_folder = "~nobody-has-this-name/x"'),
+    case('job.dump_folder = "a\\u0000b"'),
     Case(text='job.dump_folder = "taken"', files={"taken/run.json": '{"run_id": "r1", "attempt": 1}'}),
     # the model's sizes
     case("model.vocab_size = 0\nmodel.dim = 0\nmodel.n_layers = 0\nmodel.n_heads = 0\nmodel.kv_lora_rank = 0"),

@@ -344,15 +344,17 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         bool: st.booleans(),
         int: st.integers(),
         float: st.floats(allow_nan=False),
-        str: st.text() | st.sampled_from(['"', "\\", "\x7f", "\x00\x1b", "\r\n", "'''", "\u2028", "\ufeff", "🚀"]),
+        str: st.text(st.characters(exclude_characters="\0", codec="utf-8"))
+        | st.sampled_from(['"', "\\", "\x7f", "\x01\x1b", "\r\n", "'''", "\u2028", "\ufeff", "🚀"]),
     }
     return basic[hint]
 
 
-@given(values_of(Config))
+@given(values_of(Config), st.dictionaries(st.sampled_from([*LEAVES]), st.text() | st.just("a\nb # c\r[d]")))
 @settings(max_examples=60, deadline=None)
-def test_what_is_printed_reads_back_equal(file: Any, config: Config) -> None:
-    assert load([file(to_toml(config))]) == config
+def test_what_is_printed_reads_back_equal(file: Any, config: Config, origins: dict[str, str]) -> None:
+    """Whatever the values, and whatever the names of the files that they come from."""
+    assert load([file(to_toml(config))]) == load([file(to_toml(config, origins))]) == config
 
 
 def test_printed_form(file: Any) -> None:

@@ -68,6 +68,8 @@ def wrong(value: Any, hint: Any) -> Iterator[tuple[tuple[int, ...], str]]:
             return
         for i, element in enumerate(value):
             yield from (((i, *at), message) for at, message in wrong(element, get_args(hint)[0]))
+    elif hint is str and isinstance(value, str) and "\0" in value:
+        yield (), "has a NUL character, which no path and no text may have"
     elif type(value) is not hint and not (hint is float and type(value) is int):
         # type, not isinstance: a bool is an int there
         yield (), f"expected {hint.__name__}, got {_kind(value)}"

@@ -39,11 +39,14 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         world_size = nodes * _count(env, "NGPU", problems)
         run_id = _run_id(env, nodes, loaded.file, argv, problems)
         checked = config_file.check(loaded.config, world_size) if world_size else []
-        folder = run_folder.choose(loaded.config, {"RUN_ID": run_id})
-        checked += _hardware(loaded.config) + _inputs(loaded.config) + _checkpoints(loaded.config, folder)
-        problems = loaded.problems + problems + loaded.located(checked)
-        if reason := run_folder.refusal(folder, run_id, resume=loaded.config.checkpoint.enable):
-            problems.append(reason)
+        checked += _hardware(loaded.config) + _inputs(loaded.config)
+        try:
+            folder = run_folder.choose(loaded.config, {"RUN_ID": run_id})
+            checked += _checkpoints(loaded.config, folder)
+            taken = run_folder.refusal(folder, run_id, resume=loaded.config.checkpoint.enable)
+        except ValueError as error:
+            folder, taken = Path(), str(error)
+        problems = loaded.problems + problems + loaded.located([*checked, *([taken] if taken else [])])
         if problems:
             raise ConfigError(loaded.file, problems)
     except (ConfigError, OSError) as error:  # OSError: a run folder that cannot even be looked at

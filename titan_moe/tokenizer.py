@@ -5,6 +5,7 @@ A document becomes [bos] text [eos]. eos is required: without it a model never l
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def build_tokenizer(hf_assets_path: str, rows: int) -> Tokenizer:
     if not hf_assets_path:
         tokenizer: Tokenizer = ByteTokenizer()
     else:
-        path = Path(hf_assets_path).expanduser()
+        path = Path(os.path.expanduser(hf_assets_path))
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             remedy = "Name a folder with a tokenizer.json, or that file; leave it empty for the byte-level tokenizer"
