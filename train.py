@@ -39,6 +39,9 @@ from titan_moe.metrics import Metrics
 from titan_moe.mistakes import readable
 from titan_moe.model import attention_masks, build_model, init_weights
 from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
+from titan_moe.preflight import list_sources
+from titan_moe.sources.record import Listing
+from titan_moe.sources.record import save as save_record
 from titan_moe.tokenizer import build_tokenizer
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # {"input": [B, L], "positions": [B, L]}, labels [B, L]
@@ -77,13 +80,14 @@ def build(config: Config) -> Run:
     dp_rank, dp_degree = runtime.batch_coordinates(parallel_dims)
     accumulation_steps = config_file.gradient_accumulation_steps(config, dist.get_world_size())
 
-    # 2) run folder: rank 0 claims it, all learn the outcome
-    attempt = claim_run_folder(config, folder)
-
-    # 3) tokenizer and data, in the same global order on every mesh
+    # 2) tokenizer; the files of the data, which rank 0 lists; the run folder, which it claims: all learn the outcome
     flavor = config_file.model_flavor(config)
     tokenizer = build_tokenizer(config.model.hf_assets_path, flavor.vocab_size)
-    dataloader, validation_dataloader = build_dataloaders(config, tokenizer, dp_rank, dp_degree)
+    listing = runtime.on_rank_0(lambda: list_sources(config, tokenizer, folder))
+    attempt = runtime.on_rank_0(lambda: claim_run_folder(config, folder, listing))
+
+    # 3) data, in the same global order on every mesh
+    dataloader, validation_dataloader = build_dataloaders(config, listing, tokenizer, dp_rank, dp_degree)
 
     # 4) model on the meta device: shapes only
     model = build_model(config)
@@ -122,6 +126,7 @@ def build(config: Config) -> Run:
     # 9) metrics; the configuration is saved only now, so that one which cannot resume this run replaces nothing
     if dist.get_rank() == 0:
         (folder / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
+        save_record(listing, folder)
     metrics = Metrics(config, folder, attempt, flops_per_token, writes=dist.get_rank() == 0)
 
     report(config, parallel_dims, accumulation_steps, folder, attempt, metrics, total, active)
@@ -169,20 +174,11 @@ def report(
     )
 
 
-def claim_run_folder(config: Config, folder: Path) -> int:
-    """Rank 0 takes the run folder; every rank gets the attempt's number, or the refusal."""
-    outcome: list[int | ValueError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
-            outcome[0] = run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
-        except ValueError as refusal:
-            outcome[0] = refusal
-    dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], ValueError):
-        raise outcome[0]
-    assert outcome[0] is not None
-    return outcome[0]
+def claim_run_folder(config: Config, folder: Path, listing: Listing) -> int:
+    """Take the run folder and say in its run.json who trains there, on what; returns the attempt's number."""
+    record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
+    record["data"] = listing.summary()
+    return run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ and read the difference of the golden file as a user would: does each line name 
 import ast
 import contextlib
 import io
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 from unittest.mock import patch
 
-from titan_moe import config_check, config_file, flavors, launch, titan02
+from titan_moe import config_check, config_file, flavors, launch, preflight, titan02
 from titan_moe.config_file import LEAVES, SECTIONS
 from titan_moe.config_keys import build, get, not_none
 from titan_moe.config_print import literal
+from titan_moe.sources.record import Listing
 
 GOLDEN = Path(__file__).parent / "golden" / "broken_configurations.txt"
 REGENERATE = "run `python -m tests.test_broken_configurations` and review the difference of the golden file"
@@ -139,6 +141,11 @@ CASES = [
     case("[validation]\nenable = true\nholdout = 1.0"),
     # files and checkpoints
     case('training.dataset = ""'),
+    case('training.dataset = "gone"'),
+    case('[validation]\nenable = true\ndataset = "gone/*.txt"\n[training]\ndataset = "synthetic"'),
+    case('[[training.mixture]]\ndataset = ""\n[[training.mixture]]\ndataset = "synthetic"\nweight = 0'),
+    case('[[training.mixture]]\ndataset = "synthetic"\n[[training.mixture]]\nweigth = 2.0\non_error = "skpi"'),
+    case('training.mixture = [\n  { dataset = "gone" },\n]'),
     case('checkpoint.folder = ""'),
     case('checkpoint.folder = "/x"'),
     case('checkpoint.folder = "x/../.."'),
@@ -221,20 +228,23 @@ def all_cases() -> list[Case]:
 def messages(broken: Case) -> str:
     """What the check before the start says, without the line that counts the mistakes."""
     err = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stderr(err):
+    with contextlib.ExitStack() as stack, contextlib.redirect_stderr(err):
+        stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
         for name, text in {"run.toml": broken.text, **broken.files}.items():
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).write_text(text, encoding="utf-8")
-        # Without a GPU on any machine, and with a data set that is there at once.
-        with patch.object(launch.shutil, "which", return_value=None), patch.object(launch, "list_both"):
-            status = launch.main(["run.toml", *broken.words.split()], broken.env)
+        stack.enter_context(patch.object(launch.shutil, "which", return_value=None))  # no GPU, on any machine
+        if "dataset" not in broken.text:  # listing one takes longer than all else
+            stack.enter_context(patch.object(preflight, "list_all", return_value=Listing([], None, {})))
+        folder = os.getcwd()
+        status = launch.main(["run.toml", *broken.words.split()], broken.env)
     first, *rest = err.getvalue().splitlines()
     while first.startswith("note: "):
         first, *rest = rest
     assert status == 2, f"is accepted, but should not be:\n{broken}"
     assert re.fullmatch(r"run.toml: \d+ mistakes?", first) and int(first.split()[1]) == len(rest)
     assert all(line.startswith("    ") for line in rest)
-    return "\n".join(rest)
+    return "\n".join(rest).replace(folder, "/FOLDER")
 
 
 def rendered() -> str:

@@ -41,8 +41,8 @@ def told(lines: list[str]) -> list[str]:
 def test_debug_model() -> None:
     loaded = config_file.read([str(HERE / "debug_model.toml")])
     assert told(loaded.problems) == [
-        "training.dataset = 'c4_test': is built into torchtitan only; name your own files, or \"python_stdlib\" to try "
-        "the trainer out"
+        "training.dataset = 'c4_test': is built into torchtitan only; name your own files, a data set of the hub as "
+        '"hf:owner/name:split", or "python_stdlib" to try the trainer out'
     ]
     folder, flavor = told(loaded.notes)
     assert folder.startswith("job.dump_folder = './outputs': is the folder of this one run")

@@ -271,7 +271,8 @@ class _Reading:
             element = value
             for i in at:
                 element = element[i]
-            start = written or f"{key}{''.join(f'[{i}]' for i in at)} = {shown(element)}"
+            inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in at)
+            start = written or f"{key}{inner} = {shown(element)}"
             self.problem(source.place((*path, *at)), f"{start}: {message}", suspect=key)
         if key in source.seen:
             self.problem(place, f"{key}: is already set, in {source.seen[key]}; keep one", suspect=key)

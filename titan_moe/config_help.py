@@ -54,7 +54,10 @@ def help_text(what: str = "") -> str:
             if what:
                 width = min(shutil.get_terminal_size().columns, 120) - 2
                 lines += ["", *(f"# {line}" for line in textwrap.wrap(texts[key], width))]
-                lines += [*(f"# {line}" for line in textwrap.wrap(kind, width)), setting]
+                lines += [f"# {line}" for line in textwrap.wrap(kind, width)]
+                for entry in entries(LEAVES[key]):
+                    lines += [f"#   {line}" for line in textwrap.wrap(entry, width - 2, subsequent_indent="  ")]
+                lines.append(setting)
             else:
                 lines.append(f"{setting:<39} # {kind}: {first_sentence(texts[key])}")
         if here:
@@ -70,7 +73,18 @@ def type_text(hint: Any) -> str:
         return " | ".join(map(literal, get_args(hint)))
     if get_origin(hint) is list:
         return f"list of {type_text(get_args(hint)[0])}"
+    if is_dataclass(hint):
+        return "tables"
     return {int: "integer", float: "float", bool: "true | false", str: "string"}[hint]
+
+
+def entries(hint: Any) -> list[str]:
+    """The keys of the tables in an array of tables, with their types and texts; none for another type."""
+    cls = next(iter(get_args(hint)), None)
+    if not (isinstance(cls, type) and is_dataclass(cls)):
+        return []
+    texts = field_texts()
+    return [f"{name}: {type_text(inner)}: {texts[cls.__name__, name]}" for name, inner in get_type_hints(cls).items()]
 
 
 def first_sentence(text: str) -> str:
@@ -78,15 +92,8 @@ def first_sentence(text: str) -> str:
 
 
 def documentation() -> dict[str, str]:
-    """The help text of every key: the string under its field in the source of the schema, on one line."""
-    tree = ast.parse(inspect.getsource(config))
-    texts: dict[tuple[str, str], str] = {}
-    for cls in tree.body:
-        if isinstance(cls, ast.ClassDef):
-            for field, below in zip(cls.body, cls.body[1:]):
-                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                    assert isinstance(field.target, ast.Name)
-                    texts[cls.name, field.target.id] = " ".join(ast.literal_eval(below.value).split())
+    """The help text of every key."""
+    texts = field_texts()
 
     def of(cls: type, prefix: str) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -96,6 +103,18 @@ def documentation() -> dict[str, str]:
         return found
 
     return of(config.Config, "")
+
+
+def field_texts() -> dict[tuple[str, str], str]:
+    """The string under each field in the source of the schema, on one line, by class and field."""
+    texts: dict[tuple[str, str], str] = {}
+    for cls in ast.parse(inspect.getsource(config)).body:
+        if isinstance(cls, ast.ClassDef):
+            for field, below in zip(cls.body, cls.body[1:]):
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    assert isinstance(field.target, ast.Name)
+                    texts[cls.name, field.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return texts
 
 
 if __name__ == "__main__":

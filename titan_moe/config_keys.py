@@ -5,7 +5,7 @@ which one was meant by a key that is not there. Imports nothing but the schema.
 import difflib
 import json
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from operator import attrgetter
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -48,8 +48,8 @@ def not_none(hint: Any) -> Any:
     return get_args(hint)[0] if NoneType in get_args(hint) else hint
 
 
-def wrong(value: Any, hint: Any) -> Iterator[tuple[tuple[int, ...], str]]:
-    """What is wrong with a value as TOML gives it: the index of the element, () for the whole, and what was expected.
+def wrong(value: Any, hint: Any) -> Iterator[tuple[tuple[int | str, ...], str]]:
+    """What is wrong with a value as TOML gives it: the place inside it, () for the whole, and what was expected.
 
     "none" unsets a key that may be unset: TOML has no null, and a file has to be able to take back what its base sets.
     """
@@ -68,11 +68,30 @@ def wrong(value: Any, hint: Any) -> Iterator[tuple[tuple[int, ...], str]]:
             return
         for i, element in enumerate(value):
             yield from (((i, *at), message) for at, message in wrong(element, get_args(hint)[0]))
+    elif is_dataclass(hint):
+        yield from _wrong_table(value, hint)
     elif hint is str and isinstance(value, str) and "\0" in value:
         yield (), "has a NUL character, which no path and no text may have"
     elif type(value) is not hint and not (hint is float and type(value) is int):
         # type, not isinstance: a bool is an int there
         yield (), f"expected {hint.__name__}, got {_kind(value)}"
+
+
+def _wrong_table(value: Any, cls: Any) -> Iterator[tuple[tuple[int | str, ...], str]]:
+    """`wrong` for one entry of an array of tables."""
+    if not isinstance(value, dict):
+        yield (), f"expected table, got {_kind(value)}"
+        return
+    hints = get_type_hints(cls)
+    for key, element in value.items():
+        if key in hints:
+            yield from (((key, *at), message) for at, message in wrong(element, hints[key]))
+        else:
+            near = difflib.get_close_matches(key, hints, n=1)
+            yield (key,), "unknown key" + (f" (did you mean {near[0]}?)" if near else "")
+    for field in fields(cls):
+        if field.default is MISSING and field.default_factory is MISSING and field.name not in value:
+            yield (), f"needs {field.name}"
 
 
 def _kind(value: Any) -> str:
@@ -86,6 +105,10 @@ def converted(value: Any, hint: Any) -> Any:
     hint = not_none(hint)
     if get_origin(hint) is list:
         return [converted(element, get_args(hint)[0]) for element in value]
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        entry: Any = hint
+        return entry(**{key: converted(element, hints[key]) for key, element in value.items()})
     # Through str: float() of an integer beyond its range raises, this is inf.
     return float(str(value)) if hint is float and type(value) is int else value
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from titan_moe.config import Config
@@ -26,6 +27,9 @@ def literal(value: Any) -> str:
     """A value as TOML writes it."""
     if isinstance(value, list):
         return f"[{', '.join(map(literal, value))}]"
+    if is_dataclass(value):
+        pairs = {field.name: getattr(value, field.name) for field in fields(value)}
+        return f"{{{', '.join(f'{k} = {literal(v)}' for k, v in pairs.items() if v is not None)}}}"
     if isinstance(value, float):
         return repr(value)  # the shortest text that reads back equal; json would write Infinity
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON is TOML but for DEL

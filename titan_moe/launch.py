@@ -18,8 +18,7 @@ from titan_moe import config_file, run_folder
 from titan_moe.config import Config
 from titan_moe.config_file import ConfigError, Loaded
 from titan_moe.config_keys import get
-from titan_moe.sources import list_both
-from titan_moe.tokenizer import build_tokenizer
+from titan_moe.preflight import data_problems
 
 NEEDS_GPU = {"checkpoint.async_mode": ("async_with_pinned_mem",)}
 """Values that only a GPU can do. Backends and number types that need one join here when they are built in"""
@@ -39,9 +38,12 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         world_size = nodes * _count(env, "NGPU", problems)
         run_id = _run_id(env, nodes, loaded.file, argv, problems)
         checked = config_file.check(loaded.config, world_size) if world_size else []
-        checked += _hardware(loaded.config) + _inputs(loaded.config)
+        checked += _hardware(loaded.config)
         try:
             folder = run_folder.choose(loaded.config, {"RUN_ID": run_id})
+            heads = {problem.split(": ")[0] for problem in checked}  # said before: one mistake, one line
+            found = _named(loaded.config, data_problems(loaded.config, folder))
+            checked += [problem for problem in found if problem.split(": ")[0] not in heads]
             checked += _checkpoints(loaded.config, folder)
             taken = run_folder.refusal(folder, run_id, resume=loaded.config.checkpoint.enable)
         except ValueError as error:
@@ -77,18 +79,14 @@ def _hardware(config: Config) -> list[str]:
     ]
 
 
-def _inputs(config: Config) -> list[str]:
-    """What is wrong with the files that the run will read, as far as a listing tells."""
-    found = []
-    try:
-        build_tokenizer(config.model.hf_assets_path, config_file.model_flavor(config).vocab_size)
-    except ValueError as error:
-        found.append(str(error))
-    try:
-        list_both(config)
-    except ValueError as error:
-        found.append(str(error))
-    return found
+def _named(config: Config, problems: list[str]) -> list[str]:
+    """Problems of a data set with the key that names it, so that its line can be told."""
+    key = "training.mixture: " if config.training.mixture else "training."
+    own = f'dataset = "{config.validation.dataset}":' if config.validation.dataset else "no data set"
+    return [
+        f"{'validation.' if problem.startswith(own) else key}{problem}" if problem.startswith("dataset = ") else problem
+        for problem in problems
+    ]
 
 
 def _checkpoints(config: Config, folder: Path) -> list[str]:

@@ -91,7 +91,8 @@ OWN_MODULE = Refused("user modules are not imported; edit train.py or titan_moe/
 NO_FAULT_TOLERANCE = Refused("torchft is not supported; MAX_RESTARTS of run_train.sh restarts a failed job", (False,))
 BY_OPERATION = Ignored('"selective" always chooses by operation, and as torchtitan 0.3 does', ("op", True, False))
 C4 = Refused(
-    'is built into torchtitan only; name your own files, or "python_stdlib" to try the trainer out',
+    'is built into torchtitan only; name your own files, a data set of the hub as "hf:owner/name:split", or '
+    '"python_stdlib" to try the trainer out',
     only=("c4", "c4_test", "c4_validation"),
 )
 

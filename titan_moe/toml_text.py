@@ -89,7 +89,8 @@ def scan(text: str) -> list[tuple[KeyPath, int]]:
     counts: list[int] = []  # for each of them: the elements before the present one
     words: list[str] = []  # of a key, up to its "=" or "]"
     path: KeyPath | None = None  # of the value being read; None while a key is expected
-    header = False
+    header: list[str] = []  # the brackets of the header being read
+    arrays: dict[KeyPath, int] = {}  # how many [[headers]] each array of tables has had
     line, seen = 1, 0
     for match in TOKEN.finditer(text):
         token = match[0]
@@ -99,13 +100,17 @@ def scan(text: str) -> list[tuple[KeyPath, int]]:
             continue
         if token == "\n":
             if not stack:  # a statement ends with its line
-                words, path, header = [], None, False
+                words, path, header = [], None, []
         elif header:
             if token == "]":
-                table, header = _key(words), False
+                table = _key(words)
+                if len(header) == 2:  # of an array of tables: each is its next element
+                    arrays[table] = arrays.get(table, -1) + 1
+                    table = (*table, arrays[table])
+                header = []
                 found.append((table, line))
-            elif token != "[":  # of [[
-                words.append(token)
+            else:
+                (header if token == "[" else words).append(token)
         elif token in "]}":
             if stack:
                 path = stack.pop()[1]  # what follows the value, up to "," or the end of the line, is not a key
@@ -120,7 +125,7 @@ def scan(text: str) -> list[tuple[KeyPath, int]]:
                 found.append((path, line))
                 words = []
             elif token == "[" and not stack:
-                header, words = True, []
+                header, words = ["["], []
             else:
                 words.append(token)
         else:
