@@ -77,7 +77,8 @@ fi
 
 python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
 [[ -z $prints ]] || exec "$python" -m titan_moe.launch "$config" "$@"
-RUN_ID=$("$python" -m titan_moe.launch "$config" "$@") # one report of all mistakes, before any process starts
+# One report of all mistakes, before any process starts.
+RUN_ID=$(GPUS=$gpus "$python" -m titan_moe.launch "$config" "$@")
 export RUN_ID
 
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}

@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 from unittest.mock import patch
 
-from titan_moe import config_check, config_file, flavors, launch, preflight, titan02
+from titan_moe import (
+    config_check,
+    config_file,
+    flavors,
+    launch,
+    mesh_check,
+    pipeline_check,
+    preflight,
+    recompute_facts,
+    titan02,
+)
 from titan_moe.config_file import LEAVES, SECTIONS
 from titan_moe.config_keys import build, get, not_none
 from titan_moe.config_print import literal
@@ -124,6 +134,52 @@ CASES = [
     case("training.global_batch_size = 8", world=2),
     case("training.global_batch_size = 0"),
     case("[training]\nlocal_batch_size = 3\nglobal_batch_size = -16", "--parallelism.data_parallel_shard_degree=2"),
+    case("[parallelism]\ndata_parallel_replicate_degree = 2\ntensor_parallel_degree = 2", world=6),
+    case("[parallelism]\ndata_parallel_shard_degree = 3\ntensor_parallel_degree = 2", world=8),
+    case("parallelism.tensor_parallel_degree = 3", world=3),
+    case("[parallelism]\ntensor_parallel_degree = 2\nexpert_parallel_degree = 16", world=8),
+    case("model.num_experts = 8\nmodel.moe_hidden_dim = 250\nparallelism.data_parallel_shard_degree = 16", world=16),
+    case("model.moe_hidden_dim = 250\nparallelism.expert_parallel_degree = 4", world=16),
+    case("parallelism.context_parallel_degree = 2\ntraining.seq_len = 250\nloss.num_chunks = 1", world=2),
+    case("[parallelism]\ncontext_parallel_degree = 3\ntensor_parallel_degree = 2", world=6),
+    case("parallelism.context_parallel_degree = 2\nloss.num_chunks = 7\ntraining.seq_len = 64", world=2),
+    Case(text="parallelism.context_parallel_degree = 2\ntraining.seq_len = 320", env={"NGPU": "2", "GPUS": "2"}),
+    case("model.num_mtp_layers = 1\nparallelism.pipeline_parallel_degree = 2", world=2),
+    case("model.num_mtp_layers = 1\nparallelism.context_parallel_degree = 2", world=2),
+    case("model.num_mtp_layers = 8\ntraining.seq_len = 8"),
+    # the pipeline
+    case("parallelism.pipeline_parallel_layers_per_stage = [2, 2]"),
+    case("parallelism.pipeline_parallel_degree = 8", world=8),
+    case('[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "Interleaved1F1B"', world=4),
+    case("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = [1, 1, 2]", world=2),
+    case(
+        '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "DualPipeV"\n'
+        "pipeline_parallel_layers_per_stage = [2, 2]",
+        world=2,
+    ),
+    case(
+        '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"\n'
+        "pipeline_parallel_layers_per_stage = [2, 1, 1]",
+        world=2,
+    ),
+    case("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = [5, -1]", world=2),
+    case("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = [2, 3]", world=2),
+    case("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = [0, 4]", world=2),
+    case("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 3", world=2),
+    case("[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_microbatch_size = 4", world=4),
+    case(
+        "training.local_batch_size = 5\n[parallelism]\npipeline_parallel_degree = 2\n"
+        'pipeline_parallel_schedule = "Interleaved1F1B"',
+        world=2,
+    ),
+    case(
+        '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n'
+        "[compile]\nenable = true",
+        world=2,
+    ),
+    # recompute
+    case('activation_checkpoint.recompute = ["norms"]'),
+    case('[activation_checkpoint]\nmode = "none"\nrecompute = ["norms", "swiglu"]\n[compile]\nenable = true'),
     # the MoE region
     case('moe.dispatcher = "te_ep"'),
     case('moe.experts = "te"'),
@@ -233,7 +289,6 @@ def messages(broken: Case) -> str:
         for name, text in {"run.toml": broken.text, **broken.files}.items():
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).write_text(text, encoding="utf-8")
-        stack.enter_context(patch.object(launch.shutil, "which", return_value=None))  # no GPU, on any machine
         if "dataset" not in broken.text:  # listing one takes longer than all else
             stack.enter_context(patch.object(preflight, "list_all", return_value=Listing([], None, {})))
         folder = os.getcwd()
@@ -266,7 +321,7 @@ def test_every_message_of_a_check_has_a_case() -> None:
     """Each text in the checks that reads like a message, as a pattern, is found among the golden messages."""
     given = GOLDEN.read_text(encoding="utf-8")
     missing = []
-    for module in (config_check, flavors, launch):
+    for module in (config_check, flavors, launch, mesh_check, pipeline_check, recompute_facts):
         path = Path(module.__file__ or "")
         for line, pattern in templates(ast.parse(path.read_text(encoding="utf-8"))):
             if not re.search(pattern, given):
@@ -276,7 +331,7 @@ def test_every_message_of_a_check_has_a_case() -> None:
 
 def templates(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """The line and pattern of every text with a colon in the functions that check, with anything for what is put in."""
-    functions = [f for f in tree.body if isinstance(f, ast.FunctionDef) and (f.name[0] == "_" or f.name == "problems")]
+    functions = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name not in ("main", "_print_config")]
     for function in functions:
         formatted = [node for node in ast.walk(function) if isinstance(node, ast.JoinedStr)]
         parts = {inner for node in formatted for inner in ast.walk(node)}

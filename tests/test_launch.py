@@ -109,3 +109,11 @@ def test_an_older_step_is_not_resumed_beside_newer_ones(capsys: pytest.CaptureFi
     assert "has steps [10, 20]; choose one" in refused(capsys, [*argv, "--checkpoint.load_step=15"], {})
     assert "also has steps [20]" in refused(capsys, [*argv, "--checkpoint.load_step=10"], {})
     accepted(capsys, [*argv, "--checkpoint.load_step=20"], {})
+
+
+def test_what_only_gpus_cannot_do_is_refused_where_there_are_some(
+    capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    argv = [config, "--parallelism.context_parallel_degree=2", "--training.seq_len=320"]
+    assert accepted(capsys, argv, {"NGPU": "2", "GPUS": "0"})
+    assert "context_parallel_degree x 128" in refused(capsys, argv, {"NGPU": "2", "GPUS": "2"})

@@ -97,9 +97,9 @@ def load(argv: list[str]) -> Config:
     return loaded.config
 
 
-def raise_on_problems(config: Config, world_size: int) -> None:
+def raise_on_problems(config: Config, world_size: int, *, accelerator: bool = False) -> None:
     """A ConfigError if something does not fit together when `world_size` processes train `config`."""
-    if problems := check(config, world_size):
+    if problems := check(config, world_size, accelerator=accelerator):
         raise ConfigError(f"configuration for {world_size} processes", problems)
 
 

@@ -3,13 +3,12 @@
 Every mistake is so named once, not once per rank, and costs no process group. Exit status 2 with the mistakes on
 stderr, or 0 with the run id on stdout, for the shell to export as RUN_ID. With `--print_config` it prints the resolved
 configuration instead, each value with the place it comes from, and nothing is checked but the configuration itself.
-Imports no torch.
+Imports no torch, so the shell also tells how many GPUs there are (GPUS in the environment).
 """
 
 import hashlib
 import os
 import re
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,9 +35,12 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         problems: list[str] = []
         nodes = _count(env, "NNODES", problems)
         world_size = nodes * _count(env, "NGPU", problems)
+        gpus = env.get("GPUS", "0") != "0"
         run_id = _run_id(env, nodes, loaded.file, argv, problems)
-        checked = config_file.check(loaded.config, world_size) if world_size else []
-        checked += _hardware(loaded.config)
+        checked = []
+        if world_size:
+            checked += config_file.check(loaded.config, world_size, accelerator=gpus)
+        checked += [] if gpus else _hardware(loaded.config)
         try:
             folder = run_folder.choose(loaded.config, {"RUN_ID": run_id})
             heads = {problem.split(": ")[0] for problem in checked}  # said before: one mistake, one line
@@ -69,11 +71,9 @@ def _print_config(loaded: Loaded) -> int:
 
 
 def _hardware(config: Config) -> list[str]:
-    """What the configuration asks of hardware that this machine has not, as far as can be told without starting."""
-    if shutil.which("nvidia-smi"):
-        return []
+    """What the configuration asks of a GPU, for a machine that has none."""
     return [
-        f'{key} = "{get(config, key)}": needs a GPU, and this machine has none (there is no nvidia-smi)'
+        f'{key} = "{get(config, key)}": needs a GPU, and this machine shows none to nvidia-smi'
         for key, values in NEEDS_GPU.items()
         if get(config, key) in values
     ]
