@@ -71,7 +71,10 @@ class Handler(BaseHTTPRequestHandler):
         hub, path = self.server, unquote(urlsplit(self.path).path)
         hub.asked[f"{self.command} {path}"] += 1
         api, files = f"/api/datasets/{hub.repository}", f"/datasets/{hub.repository}/resolve/"
-        if path == api or re.fullmatch(re.escape(api) + "/revision/[^/]+", path):
+        revision = path.removeprefix(api).partition("/revision/")[2]
+        if revision not in ("", "main", hub.sha):
+            self.answer(b'{"error": "Invalid rev id"}', 404, {"X-Error-Code": "RevisionNotFound"})
+        elif path == api or re.fullmatch(re.escape(api) + "/revision/[^/]+", path):
             info = {"id": hub.repository, "sha": hub.sha, "siblings": [{"rfilename": name} for name in hub.files]}
             self.answer(json.dumps({**info, "private": False, "gated": False, "tags": [], "downloads": 0}).encode())
         elif path.startswith(f"{api}/tree/"):

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 NAME = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<split>[\w.-]+))?")
 BATCH_ROWS = 32
 BATCHES_AHEAD = 4
-LONGEST_WAIT = 16.0  # seconds between two tries
-LISTING_TRIES = 4
+FIRST_WAIT, LONGEST_WAIT = 1.0, 16.0  # seconds between two tries
+LISTING_TRIES = 2  # of which each is several of huggingface_hub's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Reader(threading.Thread):
         self.error: Exception | None = None
 
     def run(self) -> None:
-        wait = 1.0
+        wait = FIRST_WAIT
         while not self.ended.is_set():
             try:
                 shard = self.piece.dataset.shard(self.piece.dataset.num_shards, self.piece.index)
@@ -93,7 +93,7 @@ class Reader(threading.Thread):
                         raise ValueError(f'no field "{self.piece.text_field}", only {", ".join(batch)}')
                     self.put(texts)
                     self.row += len(texts)
-                    self.failures, self.error, wait = 0, None, 1.0
+                    self.failures, self.error, wait = 0, None, FIRST_WAIT
                 self.put(None)
                 return
             except ValueError as error:  # what is in the file (also pyarrow's errors), not how it travelled
@@ -156,7 +156,7 @@ def _open(name: str, repository: str, revision: str | None, split: str) -> tuple
                 logger.warning(f"{name}: {error!r}; again in {2 ** (attempt - 1)} s")
                 time.sleep(2 ** (attempt - 1))
                 continue
-            why = "HF_HUB_OFFLINE is set" if offline else f"after {attempt} tries: {error}"
+            why = "HF_HUB_OFFLINE is set" if offline else f"after {attempt} tries: {' '.join(str(error).split())}"
             raise ValueError(
                 f'dataset = "{name}" cannot be listed at {endpoint()}, {why}. Check the name, the split ("{split}"), '
                 "the network and, for a closed dataset, HF_TOKEN; without a network, download the files beforehand and "

@@ -64,10 +64,10 @@ def list_source(
         return replace(source, kind="hub", pieces=pieces, revision=revision)
     path = os.path.expanduser(name)
     if os.path.isdir(path) and tokens.is_tokens(path):
+        meta, label = tokens.read_meta(path), os.path.basename(os.path.realpath(path))
         files = _files(path, [os.path.join(path, part) for part in ("meta.json", "offsets.npy", "tokens.npy")])
-        label = os.path.basename(os.path.realpath(path))
         found = tokens.pieces(os.path.realpath(path), label)
-        source = replace(source, kind="tokens", pieces=found, files=files, made_by=tokens.read_meta(path))
+        source = replace(source, kind="tokens", pieces=found, files=files, made_by=meta)
         looked_for = f"documents in {path}"
     else:
         files, looked_for = _find(name, path)
