@@ -12,14 +12,17 @@ labels, as in torchtitan's `MTPLoss`: a depth with fewer labels weighs less, and
 in the model (`_skip_lm_head`), over `loss.num_chunks` pieces of the tokens, and each piece goes all the way to its
 gradient with respect to h and W while its logits are there. Backward then has nothing to compute again: forward and
 backward of the head cost three GEMMs, as without chunks. What waits for it is the gradient of h and of W, one of each
-per microbatch in flight, however many chunks and depths there are; that of W is summed over them in fp32.
+per microbatch in flight, however many chunks and depths there are; that of W is summed over them in fp32. In a pipeline
+whose schedule puts weight gradients off, several may be in flight at the last stage, and each keeps a gradient of W
+(1.85 GB in bf16 for DeepSeek-V3's head); computing logits again would keep h instead, at the price of two GEMMs more.
 
 **Why not torchtitan's ChunkedLossWrapper.** It runs backward through the head inside the forward pass, which leaves
-the head's gradient in `.grad` whether or not a backward follows, and switches FSDP2 off and on around its chunks: it
-frees the gathered parameters of the group [final norm, head] when it is done. A schedule that splits backward
-(InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) looks for the gradient of each of `stage.parameters()`, and by then
-the module holds the sharded norm.weight, which is not the tensor in the graph: no path is found, and the norm gets no
-gradient, silently. With 1F1B autograd finds the gathered parameter by itself. So here
+the head's gradient in `.grad` whether or not a backward follows, unscaled by what the loss is multiplied with, and
+switches FSDP2 off and on around its chunks: when it is done it frees the gathered parameters of the group [final norm,
+head]. A schedule that splits backward (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) looks for the gradient of each
+of `stage.parameters()`, and by then the module holds the sharded norm.weight, which is not the tensor in the graph: no
+path is found, and the norm gets no gradient, silently. With 1F1B autograd finds the gathered parameter by itself, and
+without FSDP2 nothing is lost. So here
 
 - the loss is an ordinary node of the graph, `_Head`, with h and W as its inputs: every parameter's gradient arrives in
   backward, exactly once, and scaled by whatever the loss was multiplied with. A split backward calls the node twice,
@@ -168,24 +171,40 @@ def head(
 ) -> tuple[Tensor, list[Tensor]]:
     """Summed cross-entropy of each prediction [n], and, if asked for, the gradients of the scaled sum of all with
     respect to the weight and to each prediction's hidden states."""
-    summed = torch.zeros(len(predictions), dtype=torch.float32, device=weight_VD.device)
+    sums = torch.zeros(len(predictions), dtype=torch.float32, device=weight_VD.device)
     dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if gradients else None
     dhidden = [torch.empty_like(p.h_TD) for p in predictions] if gradients else []
     for i, (h_TD, labels_T, scale) in enumerate(predictions):
         rows = max(1, -(-len(h_TD) // num_chunks))
         for start in range(0, len(h_TD), rows):
             piece = slice(start, start + rows)
-            logits_TV = F.linear(h_TD[piece], weight_VD)
-            with torch.set_grad_enabled(gradients):
-                loss = cross_entropy(logits_TV.requires_grad_(gradients)[None], labels_T[None, piece])
-            summed[i] += loss.detach()
-            if dweight_VD is not None:
-                (dlogits_TV,) = torch.autograd.grad(loss, logits_TV, scale)
-                torch.mm(dlogits_TV, weight_VD, out=dhidden[i][piece])
-                add_product_(dweight_VD, dlogits_TV.T, h_TD[piece])
+            into = None if dweight_VD is None else (dhidden[i][piece], dweight_VD)
+            sums[i] += head_of_piece(weight_VD, h_TD[piece], labels_T[piece], scale, cross_entropy, into)
     if dweight_VD is None:
-        return summed, []
-    return summed, [dweight_VD.to(weight_VD.dtype), *dhidden]
+        return sums, []
+    return sums, [dweight_VD.to(weight_VD.dtype), *dhidden]
+
+
+def head_of_piece(
+    weight_VD: Tensor,
+    h_TD: Tensor,
+    labels_T: Tensor,
+    scale: Tensor,
+    cross_entropy: CrossEntropy,
+    into: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Summed cross-entropy of one piece; gradients go `into` (that of h, that of W so far, in fp32). A function of its
+    own, so that nothing of the logits' size is left when the next piece begins."""
+    logits_TV = F.linear(h_TD, weight_VD)
+    if into is None:
+        return cross_entropy(logits_TV[None], labels_T[None])
+    with torch.enable_grad():
+        loss = cross_entropy(logits_TV.requires_grad_()[None], labels_T[None])
+    (dlogits_TV,) = torch.autograd.grad(loss, logits_TV, scale)
+    dh_TD, dweight_VD = into
+    torch.mm(dlogits_TV, weight_VD, out=dh_TD)
+    add_product_(dweight_VD, dlogits_TV.T, h_TD)
+    return loss.detach()
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -53,6 +53,7 @@ from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 # larger one seeds less often; it is part of what the initial weights are, so it must never change.
 INIT_BLOCK_ELEMENTS = 2**20
 
+
 GATHERED_TO_SEQUENCE_PARALLEL: tuple[Any, Any] = (
     dense_activation_placement(tp=spmd.R).per_axis_spmd_types(),
     dense_sequence_parallel_placement().per_axis_spmd_types(),

@@ -9,13 +9,21 @@ from tests.distributed.harness import Case
 BIAS_OFF = "--moe.load_balance_coeff=0"
 EP2 = "--parallelism.expert_parallel_degree=2"
 EP4 = "--parallelism.expert_parallel_degree=4"
-FULL, SELECTIVE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=selective"
+NONE, SELECTIVE, FULL = (f"--activation_checkpoint.mode={mode}" for mode in ("none", "selective", "full"))
 ALLTOALL, DEDUP, LOOP = "--moe.dispatcher=alltoall", "--moe.dispatcher=dedup", "--moe.experts=loop"
 LOSSES = ["--moe.sequence_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"]  # large, to be seen in fp32
 TP2, CP2 = "--parallelism.tensor_parallel_degree=2", "--parallelism.context_parallel_degree=2"
 PP2, SCHEDULE = "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule"
 LAYERS = "--parallelism.pipeline_parallel_layers_per_stage"
-SCHEDULES = ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+# Every schedule, and between them every kind of recompute with schedules that split backward.
+PIPELINES = {
+    "1F1B": NONE,
+    "Interleaved1F1B": FULL,
+    "InterleavedZeroBubble": SELECTIVE,
+    "ZBVZeroBubble": NONE,
+    "DualPipeV": SELECTIVE,
+}
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 MTP1 = "--model.num_mtp_layers=1"
 HSDP2 = "--parallelism.data_parallel_replicate_degree=2"
 # With two experts on four ranks FSDP has no whole expert left to hand out, so it cuts them along F, as at 1,024 GPUs.
@@ -82,6 +90,7 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
             "fsdp2_ep2_alltoall_redispatch": [EP2, ALLTOALL, FULL, "--moe.redispatch"],
             "fsdp2_ep2_losses": [EP2, FULL, *LOSSES],
             "fsdp2_whole_batch": ["--training.local_batch_size=4"],
+            "fsdp2_ep2_compiled": [EP2, *COMPILED],
             "tp2": [TP2],
             "tp2_losses": [TP2, *LOSSES],
             "tp2_ep2": [TP2, EP2],
@@ -91,10 +100,10 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
             "cp2": [CP2],
             "cp2_ep2_losses": [CP2, EP2, *LOSSES],
             "cp2_plain_order": [CP2, "--parallelism.context_parallel_load_balancer=none", SELECTIVE],
-            **{f"pp2_{schedule}": pipeline(schedule) for schedule in SCHEDULES},
+            **{f"pp2_{schedule}": [*pipeline(schedule), mode] for schedule, mode in PIPELINES.items()},
             "pp2_uneven": [PP2, f"{LAYERS}=[1, 2]", FULL, "--parallelism.pipeline_parallel_microbatch_size=2"],
             "pp2_losses": [PP2, SELECTIVE, *LOSSES],
-            "pp2_zbv_losses": [*pipeline("ZBVZeroBubble"), *LOSSES],
+            "pp2_zbv_losses": [*pipeline("ZBVZeroBubble"), FULL, *LOSSES],
             **chain(
                 out.parent / "1" / "saved" / "checkpoint" / "step-3",
                 out,
@@ -117,8 +126,11 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
         "fsdp2_tp2_ep2": [TP2, EP2],
         "tp2_cp2_ep4": [TP2, CP2, EP4],
         "pp2_ep2": [*pipeline("Interleaved1F1B"), EP2],
-        "pp2_tp2": [PP2, TP2],
-        "pp2_cp2_ep2": [PP2, CP2, EP2],
+        "hsdp2_tp2": [HSDP2, TP2, SELECTIVE],
+        "hsdp2_cp2": [HSDP2, CP2, FULL],
+        "hsdp2_pp2": [HSDP2, *pipeline("InterleavedZeroBubble"), FULL],
+        "pp2_tp2": [*pipeline("DualPipeV"), TP2],
+        "pp2_cp2_ep2": [*pipeline("ZBVZeroBubble"), CP2, EP2],
         **chain(
             out.parent / "1" / "saved" / "checkpoint" / "step-3",
             out,

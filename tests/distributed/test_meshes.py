@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.distributed.cases import SCHEDULES
+from tests.distributed.cases import PIPELINES
 
 COMPARED = [
     (1, "one_rank_whole_batch", "one_rank"),
@@ -34,6 +34,7 @@ COMPARED = [
     (4, "hsdp2x2_ep2", "one_rank"),
     (4, "ep2_two_experts", "one_rank_two_experts"),
     (4, "hsdp2x2", "one_rank"),
+    (2, "fsdp2_ep2_compiled", "one_rank"),
     (2, "tp2", "one_rank"),
     (2, "tp2_losses", "one_rank_losses"),
     (2, "tp2_ep2", "one_rank"),
@@ -43,13 +44,16 @@ COMPARED = [
     (2, "cp2", "one_rank"),
     (2, "cp2_plain_order", "one_rank"),
     (2, "cp2_ep2_losses", "one_rank_losses"),
-    *[(2, f"pp2_{schedule}", "one_rank") for schedule in SCHEDULES],
+    *[(2, f"pp2_{schedule}", "one_rank") for schedule in PIPELINES],
     (2, "pp2_uneven", "one_rank"),
     (2, "pp2_losses", "one_rank_losses"),
     (2, "pp2_zbv_losses", "one_rank_losses"),
     (4, "fsdp2_tp2_ep2", "one_rank"),
     (4, "tp2_cp2_ep4", "one_rank"),
     (4, "pp2_ep2", "one_rank"),
+    (4, "hsdp2_tp2", "one_rank"),
+    (4, "hsdp2_cp2", "one_rank"),
+    (4, "hsdp2_pp2", "one_rank"),
     (4, "pp2_tp2", "one_rank"),
     (4, "pp2_cp2_ep2", "one_rank"),
 ]
@@ -103,7 +107,7 @@ def test_losses_of_ranks_with_few_labels(outcome):
     assert few.metrics[5]["validation_loss"] == pytest.approx(sum(losses) / sum(labels), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [*(f"pp2_{schedule}" for schedule in SCHEDULES), "pp2_uneven", "pp2_zbv_losses"])
+@pytest.mark.parametrize("name", [*(f"pp2_{schedule}" for schedule in PIPELINES), "pp2_uneven", "pp2_zbv_losses"])
 def test_no_schedule_runs_an_expert_gemm_twice(outcome, name):
     """Schedules that split backward ask for inputs' gradients first and for weights' later: each expert GEMM runs once,
     two of each kind per MoE layer and microbatch."""
