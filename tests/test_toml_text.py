@@ -1,5 +1,7 @@
 """The line of every key of a TOML text, however it is written."""
 
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_moe import toml_text
 from titan_moe.config_print import literal
 from titan_moe.toml_text import index, read, scan
 
@@ -147,3 +150,19 @@ def test_no_text_stops_it(text: str) -> None:
 def test_a_byte_order_mark_is_no_key(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbfa = 1\r\nb = 2\r\n")
     assert read(str(tmp_path / "x.toml")) == ({"a": 1, "b": 2}, {("a",): 1, ("b",): 2})
+
+
+@pytest.mark.parametrize("reader", [tomli, tomllib], ids=["tomli", "the standard library's"])
+def test_the_line_of_what_is_not_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: Any) -> None:
+    """Also with Python's own copy of tomli, whose errors have no attributes."""
+    monkeypatch.setattr(toml_text, "tomli", reader)
+    path = tmp_path / "x.toml"
+    for text, message in [
+        ("a = 1\nb = [\n", "x.toml:2: is not valid TOML: "),
+        ("a = 1\n\nb == 2", "x.toml:3: is not valid TOML: Invalid value, column 4"),
+        ("[a]\n[b]\n\n[a]\nx = 1", "('a',) twice, column 3; it is there already, in line 1"),
+        ("[a]\nx = 1\ny.z = 2\n[a.y]\nz = 3\n", "x.toml:4: is not valid TOML: "),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read(str(path))

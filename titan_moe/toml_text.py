@@ -64,9 +64,13 @@ def _parsed(name: str, text: str) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(f"{name}: is not valid TOML: arrays or tables are nested too deeply") from error
     except tomli.TOMLDecodeError as error:
-        first = _first_of_two(text, error.lineno)
-        reason = f"{error.msg}, column {error.colno}" + (f"; it is there already, in line {first}" if first else "")
-        raise ValueError(f"{name}:{error.lineno}: is not valid TOML: {reason}") from error
+        # The text of the error has the place in all versions, and in the standard library's copy; its attributes not.
+        at = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", str(error), re.DOTALL)
+        line = int(at[2]) if at else text.rstrip().count("\n") + 1  # else: (at end of document)
+        first = _first_of_two(text, line)
+        reason = f"{at[1]}, column {at[3]}" if at else str(error)
+        reason += f"; it is there already, in line {first}" if first else ""
+        raise ValueError(f"{name}:{line}: is not valid TOML: {reason}") from error
     except ValueError as error:  # int() on thousands of digits
         raise ValueError(f"{name}: is not valid TOML: {error}") from error
 
