@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe import config_file
+from titan_moe import config_file, mistakes
 from titan_moe.config import Config
 from titan_moe.mistakes import ConfigError, readable
 from titan_moe.tokenizer import build_tokenizer
@@ -70,6 +70,25 @@ def test_other_errors_keep_their_traceback() -> None:
         main(["library"])
     with pytest.raises(AssertionError):
         main([])
+
+
+def test_only_a_raise_makes_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who edits train.py and unpacks too many values needs to see where."""
+    monkeypatch.setattr(mistakes, "OURS", (Path(__file__),))
+
+    def of_python() -> None:
+        _, _ = [1]
+
+    def of_ours() -> None:
+        raise ValueError(
+            "a message that takes more than one line, as most of ours do: "
+            "with the arithmetic, and with the remedy at its end"
+        )
+
+    for function, expected in ((of_python, False), (of_ours, True)):
+        with pytest.raises(ValueError) as error:
+            function()
+        assert mistakes.is_mistake(error.value) is expected
 
 
 def test_the_count_is_in_the_first_line() -> None:

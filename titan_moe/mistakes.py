@@ -1,7 +1,8 @@
 """Mistakes that a user can make, shown as a message instead of a traceback.
 
 By this code's convention a ValueError raised in it is about something the user can mend, and says how; our own faults
-are AssertionErrors. So where an error was raised decides how it is shown: a library's ValueError keeps its traceback.
+are AssertionErrors. So where an error was raised decides how it is shown: a ValueError of a library, or of Python
+itself as by int("x"), keeps its traceback.
 Imports neither torch nor torchtitan.
 """
 
@@ -57,7 +58,8 @@ def readable(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
 
 
 def is_mistake(error: ValueError) -> bool:
-    """Whether this code raised it, and not a library that it called."""
+    """Whether this code raised it, and not a library or Python on the way."""
     frames = traceback.extract_tb(error.__traceback__)
-    raised_in = Path(frames[-1].filename) if frames else Path()
-    return any(raised_in.is_relative_to(ours) for ours in OURS)
+    if not frames or not (frames[-1].line or "").startswith("raise"):
+        return False
+    return any(Path(frames[-1].filename).is_relative_to(ours) for ours in OURS)
