@@ -205,10 +205,10 @@ def test_override_forms(file: Any, words: list[str], path: str, value: object) -
         (["--job.description=\udcff"], "command line: --job.description=\\udcff: is not UTF-8 text"),
         (["--base=other.toml"], 'base=other.toml: is for files; write base = "OTHER.toml" at the top of one'),
         (["-training.steps=5"], "'-training.steps=5': unexpected; overrides are written --section.key=value"),
-        (["other.toml"], "'other.toml': unexpected; overrides are written --section.key=value"),
+        (["other.toml"], "run.toml, other.toml): give one, which may name a base"),
         (["--job.config_file=other.toml"], "2 configuration files"),
         (["--help"], "--help: unknown key help"),
-        (["--compile.components=loss,modle,x"], "command line: --compile.components=loss,modle,x: choose from"),
+        (["--compile.components=loss,x"], "--compile.components=loss,x: compile.components[1] = 'x': choose from"),
         (["--metrics.enable_wandb=1", "--model.converters=float8"], "--model.converters=float8: model.converters ="),
     ],
 )

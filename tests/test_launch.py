@@ -42,6 +42,12 @@ def test_a_sound_run_gets_a_new_id_and_creates_nothing(capsys: pytest.CaptureFix
     assert accepted(capsys, [config, "--job.dump_folder=here"], {})[1] == "here"
 
 
+def test_help_without_the_shell(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    assert launch.main([config, "--help", "loss"], {}) == launch.main(["--help", "loss"], {}) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("[loss]\n") and err == ""
+
+
 def test_where_the_run_id_comes_from(capsys: pytest.CaptureFixture[str], config: str) -> None:
     slurm = {"SLURM_JOB_ID": "77", "NNODES": "2", "NGPU": "4"}
     requeued, again = accepted(capsys, [config], slurm), accepted(capsys, [config], slurm)

@@ -68,6 +68,12 @@ def test_16b_and_671b(name: str, ep: int) -> None:
     )
 
 
+def test_236b() -> None:
+    """0.2 ships no file of it; one is the 16B file with another flavor."""
+    words = ["--training.dataset=texts", "--model.flavor=236B"]
+    assert check(config_file.load([str(HERE / "deepseek_v3_16b.toml"), *words]), 64) == []
+
+
 @pytest.mark.parametrize("path", sorted(HERE.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_value_that_exists_here_arrives(path: Path) -> None:
     """Each key of the three files is either a key here, with its value, or one whose fate the table tells."""

@@ -136,6 +136,9 @@ def parse_arguments(argv: list[str]) -> tuple[str, list[tuple[str, str | None]],
         files.append(rest.pop(0))
     while rest:
         word = rest.pop(0)
+        if not word.startswith("-") and word.endswith(".toml"):
+            files.append(word)
+            continue
         if not word.startswith("--"):
             problems.append(f"{word!r}: unexpected; overrides are written --section.key=value")
             continue
@@ -272,7 +275,8 @@ class _Reading:
             for i in at:
                 element = element[i]
             inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in at)
-            start = written or f"{key}{inner} = {shown(element)}"
+            start = f"{key}{inner} = {shown(element)}" if at or not written else ""
+            start = ": ".join(filter(None, (written, start)))
             self.problem(source.place((*path, *at)), f"{start}: {message}", suspect=key)
         if key in source.seen:
             self.problem(place, f"{key}: is already set, in {source.seen[key]}; keep one", suspect=key)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_moe import config_file, run_folder
+from titan_moe import config_file, config_help, run_folder
 from titan_moe.config import Config
 from titan_moe.config_file import ConfigError, Loaded
 from titan_moe.config_keys import get
@@ -24,6 +24,8 @@ NEEDS_GPU = {"checkpoint.async_mode": ("async_with_pinned_mem",)}
 
 
 def main(argv: list[str], env: Mapping[str, str]) -> int:
+    if "--help" in argv:
+        return config_help.main(argv[argv.index("--help") + 1 :])
     printing = {"--print_config", "--print-config"} & {*argv}
     argv = [word for word in argv if word not in printing]
     try:
