@@ -232,6 +232,13 @@ REFUSED = [
         "compile.components = ['model', 'loss']: ZBVZeroBubble runs backward in two halves, which torch cannot do with "
         'a compiled model; choose ["loss"], or parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
     ),
+    (
+        f"{PP}=2 {SCHEDULE}=DualPipeV parallelism.fsdp_reshard_after_forward=always",
+        2,
+        'parallelism.fsdp_reshard_after_forward = "always": DualPipeV runs backward in two halves, which loses gradients '
+        'of parameters that were freed after forward; choose "default" or "never", or pipeline_parallel_schedule = '
+        '"1F1B" or "Interleaved1F1B"',
+    ),
 ]
 
 

@@ -28,6 +28,7 @@ def check(config: Config, world_size: int, flavor: Flavor) -> list[str]:
         *(_layers_per_stage(config, flavor) if layers else _fewer_layers_than_stages(config, flavor)),
         *_microbatches(config, world_size),
         *_compile(config),
+        *_reshard(config),
     ]
 
 
@@ -125,4 +126,17 @@ def _compile(config: Config) -> list[str]:
     return [
         f"compile.components = {c.components}: {schedule} runs backward in two halves, which torch cannot do with a "
         'compiled model; choose ["loss"], or parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"'
+    ]
+
+
+def _reshard(config: Config) -> list[str]:
+    """A split backward looks for paths to a stage's parameters before FSDP has gathered them: to the shards there are
+    none, and their gradients would be lost without a word."""
+    p = config.parallelism
+    if p.pipeline_parallel_schedule not in SPLIT_BACKWARD or p.fsdp_reshard_after_forward != "always":
+        return []
+    return [
+        f'parallelism.fsdp_reshard_after_forward = "always": {p.pipeline_parallel_schedule} runs backward in two '
+        'halves, which loses gradients of parameters that were freed after forward; choose "default" or "never", or '
+        'pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"'
     ]

@@ -24,7 +24,7 @@ PIPELINES = {
     "DualPipeV": SELECTIVE,
 }
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
-MTP1 = "--model.num_mtp_layers=1"
+MTP1, MTP2 = "--model.num_mtp_layers=1", "--model.num_mtp_layers=2"
 HSDP2 = "--parallelism.data_parallel_replicate_degree=2"
 # With two experts on four ranks FSDP has no whole expert left to hand out, so it cuts them along F, as at 1,024 GPUs.
 TWO_EXPERTS = [
@@ -63,6 +63,7 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
             "one_rank_loop": [LOOP, FULL],
             "one_rank_losses": LOSSES,
             "one_rank_mtp": [MTP1],
+            "one_rank_mtp2": [MTP2],
             "one_rank_drops": ["--moe.capacity_factor=1.0", "--training.steps=2"],
             "one_rank_seed": SEED_ONLY,
             "golden": ["--training.steps=10"],
@@ -79,7 +80,7 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
     if world_size == 2:
         argvs = {
             "fsdp2": [],
-            "fsdp2_no_bias": [BIAS_OFF, "--loss.num_chunks=1"],
+            "fsdp2_no_bias": [BIAS_OFF, "--loss.num_chunks=1", "--parallelism.fsdp_reshard_after_forward=always"],
             "fsdp2_ep2": [EP2],
             "fsdp2_ep2_no_bias": [EP2, BIAS_OFF],
             "fsdp2_ep2_full": [EP2, FULL],
@@ -92,10 +93,10 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
             "fsdp2_whole_batch": ["--training.local_batch_size=4"],
             "fsdp2_ep2_compiled": [EP2, *COMPILED],
             "tp2": [TP2],
-            "tp2_losses": [TP2, *LOSSES],
+            "tp2_losses": [TP2, "--loss.num_chunks=1", *LOSSES],
             "tp2_ep2": [TP2, EP2],
             "tp2_ep2_losses": [TP2, EP2, *LOSSES],
-            "tp2_mtp": [TP2, MTP1],
+            "tp2_mtp2": [TP2, MTP2],
             "fsdp2_ep2_mtp_full": [EP2, MTP1, FULL],
             "cp2": [CP2],
             "cp2_ep2_losses": [CP2, EP2, *LOSSES],
