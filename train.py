@@ -37,9 +37,12 @@ from titan_moe.inputs import Batch, Inputs, model_inputs
 from titan_moe.loss import Loss, build_loss
 from titan_moe.mesh_check import microbatches_per_step
 from titan_moe.metrics import Metrics
+from titan_moe.mistakes import readable
 from titan_moe.model import build_model, init_weights
 from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
 from titan_moe.pipeline import Pipeline
+from titan_moe.preflight import list_sources
+from titan_moe.sources.record import save as save_record
 from titan_moe.tokenizer import build_tokenizer
 
 
@@ -77,13 +80,14 @@ def build(config: Config) -> Run:
     dp_rank, dp_degree = runtime.batch_coordinates(parallel_dims)
     microbatches = microbatches_per_step(config, dist.get_world_size())
 
-    # 2) run folder: rank 0 claims it, all learn the outcome
-    attempt = startup.claim_run_folder(config, folder)
-
-    # 3) tokenizer and data, in the same global order on every mesh
+    # 2) tokenizer; the files of the data, which rank 0 lists; the run folder, which it claims: all learn the outcome
     flavor = config_file.model_flavor(config)
     tokenizer = build_tokenizer(config.model.hf_assets_path, flavor.vocab_size)
-    dataloader, validation_dataloader = build_dataloaders(config, tokenizer, dp_rank, dp_degree)
+    listing = runtime.on_rank_0(lambda: list_sources(config, tokenizer, folder))
+    attempt = runtime.on_rank_0(lambda: startup.claim_run_folder(config, folder, listing))
+
+    # 3) data, in the same global order on every mesh
+    dataloader, validation_dataloader = build_dataloaders(config, listing, tokenizer, dp_rank, dp_degree)
 
     # 4) model on the meta device: shapes only
     model = build_model(config)
@@ -125,6 +129,7 @@ def build(config: Config) -> Run:
     # 9) metrics; the configuration is saved only now, so that one which cannot resume this run replaces nothing
     if dist.get_rank() == 0:
         (folder / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
+        save_record(listing, folder)
     metrics = Metrics(config, folder, attempt, flops_per_token, writes=dist.get_rank() == 0)
 
     startup.report(config, parallel_dims, folder, attempt, metrics, total, active)
@@ -304,6 +309,7 @@ def validate(run: Run) -> float:
 
 
 @record  # torchrun shows the error of whichever rank failed first
+@readable  # a user's mistake without a traceback
 def main(argv: list[str]) -> None:
     runtime.default_environment(argv)
     init_logger()
@@ -312,8 +318,6 @@ def main(argv: list[str]) -> None:
     config = config_file.load(argv)
     accelerator = runtime.DEVICE_TYPE != "cpu"
     config_file.raise_on_problems(config, int(os.environ["WORLD_SIZE"]), accelerator=accelerator)
-    if config.job.print_config:
-        logger.info(f"Configuration:\n{config_file.to_toml(config)}")
     run = build(config)
     try:
         train(run)
@@ -325,9 +329,6 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except config_file.ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

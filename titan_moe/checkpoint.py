@@ -83,8 +83,8 @@ def load(checkpointer: CheckpointManager, step: int) -> bool:
         if missing is None and "Size mismatch between saved" not in str(error):
             raise
         key = "" if missing is None else missing[1]
-        if key.startswith("dataloader.shard."):
-            reason = "its data was dealt to fewer shards: put training.dataloader.num_shards back"
+        if key.startswith(("dataloader.shard.", "dataloader.source.")):
+            reason = "its data had fewer shards or sources: put [training] and the files back as they were"
         elif key.startswith(("optimizer.", "lr_scheduler.", "dataloader.", "progress.")):
             reason = (
                 "it holds only weights (checkpoint.last_save_model_only): resume an earlier one with "

@@ -1,8 +1,9 @@
 """The schema: one dataclass per TOML section, torchtitan 0.2's section and key names for everything we support.
 
 The string under a field is its help text. A field typed `X | None` that is None is unset: TOML has no null, so an
-absent key is how one says it. `config_file.py` reads TOML and the command line into these classes and checks them;
-nothing here checks anything. Imports neither torch nor torchtitan, so that the planner and `--help` answer at once.
+absent key is how one says it, or "none" to take back what a base file sets. `config_file.py` reads TOML and the command
+line into these classes and checks them; nothing here checks anything. Imports neither torch nor torchtitan, so that the
+planner and `--help` answer at once.
 """
 
 from dataclasses import dataclass, field
@@ -18,9 +19,6 @@ class Job:
 
     description: str = ""
     """One line about the run, kept in its run.json"""
-
-    print_config: bool = False
-    """Print the resolved configuration as the run starts"""
 
 
 @dataclass(kw_only=True)
@@ -203,7 +201,7 @@ class LRScheduler:
 @dataclass(kw_only=True)
 class DataLoader:
     num_workers: int = 0
-    """Processes that read and tokenize ahead; 0: in the training process"""
+    """Processes that read and tokenize ahead, each its share of a rank's shards; 0: in the training process"""
 
     prefetch_factor: int = 2
     """Batches that each worker keeps ready"""
@@ -212,11 +210,45 @@ class DataLoader:
     """Logical shards the text is split into: part of what fixes the global sample order, so it never follows the mesh.
     A data-parallel degree that divides it reads only its own share"""
 
+    text_field: str = "text"
+    """Field of a .jsonl line, or column of a .parquet or a hub's dataset, that holds a document's text"""
+
+    on_error: Literal["raise", "skip"] = "raise"
+    """What a broken document does: end the run with its file and line, or be left out, counted and shown"""
+
+
+@dataclass(kw_only=True)
+class DataSource:
+    """One [[training.mixture]] entry."""
+
+    dataset: str
+    """As training.dataset"""
+
+    weight: float = 1.0
+    """Share of the training tokens, relative to the other entries"""
+
+    text_field: str | None = None
+    """Unset: training.dataloader.text_field"""
+
+    on_error: Literal["raise", "skip"] | None = None
+    """Unset: training.dataloader.on_error"""
+
+    add_bos: bool | None = None
+    """Begin each document with the tokenizer's bos; unset: if its files say so. Not for token ids"""
+
+    add_eos: bool | None = None
+    """End each document with the tokenizer's eos; unset: yes. Not for token ids"""
+
 
 @dataclass(kw_only=True)
 class Training:
     dataset: str = "python_stdlib"
-    """"python_stdlib" (this Python's own source code), "synthetic", or the path or glob of text files"""
+    """File, folder or glob of text, .jsonl or .parquet, a folder that titan_moe.tokenize wrote, "hf:owner/name:split",
+    "synthetic", or "python_stdlib" (this Python's own source code)"""
+
+    mixture: list[DataSource] = field(default_factory=list)
+    """Weighted sources in place of `dataset`, each a [[training.mixture]] with dataset, weight, text_field, on_error,
+    add_bos, add_eos"""
 
     local_batch_size: int = 8
     """Sequences per rank in one forward and backward"""

@@ -207,6 +207,14 @@ def _files(config: Config) -> list[str]:
     found = []
     if not config.training.dataset:
         found.append('training.dataset = "": must name a dataset, for example "python_stdlib"')
+    for i, source in enumerate(config.training.mixture, start=1):
+        if not source.dataset:
+            found.append(f'training.mixture: entry {i} has dataset = ""; name one, for example "python_stdlib"')
+        if not 0 < source.weight < math.inf:
+            found.append(
+                f"training.mixture: entry {i} ({source.dataset}) has weight = {source.weight}; it must be greater than "
+                "0 and finite, a share relative to the other entries"
+            )
     for path in ("checkpoint.folder", "metrics.save_tb_folder"):
         folder = attrgetter(path)(config)
         parts = PurePath(folder.strip()).parts

@@ -16,8 +16,10 @@ keeps it in front.
 import os
 import resource
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +53,8 @@ from torchtitan.tools import utils as titan_utils  # noqa: E402
 from titan_moe.config import Config  # noqa: E402
 from titan_moe.run_folder import new_run_id  # noqa: E402
 
+T = TypeVar("T")
+
 assert titan_utils.device_type == DEVICE_TYPE, "import titan_moe.runtime before torchtitan"
 
 
@@ -76,6 +80,20 @@ def init_process_group(config: Config, run_folder: Path) -> torch.device:
     os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's value; torchtitan warns before setting its own
     dist_utils.init_distributed(comm, base_folder=str(run_folder))
     return device
+
+
+def on_rank_0(function: Callable[[], T]) -> T:
+    """What `function` returns on rank 0, on every rank; or its ValueError, on every rank."""
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except ValueError as refusal:
+            outcome[0] = refusal
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], ValueError):
+        raise outcome[0]
+    return outcome[0]
 
 
 def titan_parallelism(config: Config) -> ParallelismConfig:

@@ -1,4 +1,4 @@
-"""Before the first step: rank 0 takes the run folder, and says what this run is."""
+"""Before the first step: who trains in the run folder, and what this run is."""
 
 import os
 from pathlib import Path
@@ -22,22 +22,14 @@ from titan_moe.moe.layer import choose_dispatcher, choose_experts
 from titan_moe.moe.layout import destinations
 from titan_moe.pipeline_layout import pipeline_layout
 from titan_moe.recompute_facts import saved_bytes
+from titan_moe.sources.record import Listing
 
 
-def claim_run_folder(config: Config, folder: Path) -> int:
-    """Rank 0 takes the run folder; every rank gets the attempt's number, or the refusal."""
-    outcome: list[int | ValueError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
-            outcome[0] = run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
-        except ValueError as refusal:
-            outcome[0] = refusal
-    dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], ValueError):
-        raise outcome[0]
-    assert outcome[0] is not None
-    return outcome[0]
+def claim_run_folder(config: Config, folder: Path, listing: Listing) -> int:
+    """Take the run folder and say in its run.json who trains there, on what; returns the attempt's number."""
+    record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
+    record["data"] = listing.summary()
+    return run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
 
 
 def report(

@@ -1,15 +1,22 @@
-"""Text to token ids: every byte its own id (built in, no file needed), or a Hugging Face `tokenizer.json`.
+"""Text to token ids: every byte its own id (built in, no file needed), or the tokenizer of a Hugging Face folder.
 
-A document becomes [bos] text [eos]. eos is required: without it a model never learns where a text ends.
+A document becomes [bos] text [eos], unless its source says otherwise. A tokenizer without eos is refused: without it a
+model never learns where a text ends. Documents are encoded in batches, which spares calls; spreading them over cores is
+the data workers' business, so the tokenizers package is asked to keep to one.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import tokenizers
+
+from titan_moe.sources.piece import Fault
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Looked for among a tokenizer's added tokens when no tokenizer_config.json names them; the first that exists is taken.
 BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>")
@@ -22,10 +29,17 @@ class ByteTokenizer:
     bos_id, eos_id, vocab_size = 256, 257, 258
     identity = "bytes"  # what the data fingerprint in a checkpoint knows a tokenizer by
 
-    def encode_document(self, text: bytes) -> np.ndarray:
-        ids = np.empty(len(text) + 2, dtype=np.int64)
-        ids[0], ids[1:-1], ids[-1] = self.bos_id, np.frombuffer(text, dtype=np.uint8), self.eos_id
-        return ids
+    def encode(self, texts: Sequence[bytes], bos: bool = True, eos: bool = True) -> list[np.ndarray | Fault]:
+        encoded: list[np.ndarray | Fault] = []
+        for text in texts:
+            ids = np.empty(bos + len(text) + eos, dtype=np.int32)
+            ids[bos : bos + len(text)] = np.frombuffer(text, dtype=np.uint8)
+            if bos:
+                ids[0] = self.bos_id
+            if eos:
+                ids[-1] = self.eos_id
+            encoded.append(ids)
+        return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
         # Ids past vocab_size are left out too: a model whose embedding is larger than the tokenizer can emit them.
@@ -36,13 +50,8 @@ class JsonTokenizer:
     """A Hugging Face fast tokenizer, without the transformers package."""
 
     def __init__(self, file: Path):
-        config_file = file.with_name("tokenizer_config.json")
-        try:
-            content = file.read_bytes()
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-            config = json.loads(config_file.read_bytes()) if config_file.exists() else {}
-        except Exception as error:  # what the tokenizers package raises for a broken file is not part of its interface
-            raise ValueError(f"{file} or its tokenizer_config.json is unreadable: {error}. Download again") from error
+        content, self._tokenizer = _load(file)
+        config, self._config_name = _special_tokens(file)
         # A tokenizer.json carries the truncation and padding of whoever saved it: both would silently change documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -58,7 +67,6 @@ class JsonTokenizer:
                 f"{file} has no end-of-document token: no added token {' '.join(EOS_NAMES)}, and no eos_token in a "
                 'tokenizer_config.json beside it. Put the model\'s there, or one with {"eos_token": "<its name>"}'
             )
-        self._start = [] if self.bos_id is None else [self.bos_id]
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids can have gaps
         self.identity = f"{hashlib.blake2b(content).hexdigest()} {self.bos_id} {self.eos_id}"
 
@@ -68,17 +76,23 @@ class JsonTokenizer:
             added = {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
             return next((added[usual] for usual in usual_names if usual in added), None)
         if self._tokenizer.token_to_id(name) is None:
-            raise ValueError(f"tokenizer_config.json names {name!r}, which {self._file} lacks: use files of one model")
+            raise ValueError(f"{self._config_name} names {name!r}, which {self._file} lacks: use files of one model")
         return self._tokenizer.token_to_id(name)
 
     def __reduce__(self):
         # Pickling a tokenizers.Tokenizer loses encode_special_tokens: a data worker that is not forked reads the file.
         return JsonTokenizer, (self._file,)
 
-    def encode_document(self, text: bytes) -> np.ndarray:
-        # A batch of one: the call that leaves out character offsets, which is 1.5 times as fast.
-        ids = self._tokenizer.encode_batch_fast([text.decode(errors="replace")], add_special_tokens=False)[0].ids
-        return np.array(self._start + ids + [self.eos_id], dtype=np.int64)
+    def encode(self, texts: Sequence[bytes], bos: bool = True, eos: bool = True) -> list[np.ndarray | Fault]:
+        decoded = [_decode(text) for text in texts]
+        good = [text for text in decoded if isinstance(text, str)]
+        done = iter(self._tokenizer.encode_batch_fast(good, add_special_tokens=False))  # fast: no character offsets
+        start = [self.bos_id] if bos and self.bos_id is not None else []
+        end = [self.eos_id] if eos else []
+        return [
+            np.array(start + next(done).ids + end, dtype=np.int32) if isinstance(text, str) else text
+            for text in decoded
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids))
@@ -87,20 +101,65 @@ class JsonTokenizer:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
+def _decode(text: bytes) -> str | Fault:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        what = f"is not UTF-8: byte 0x{text[error.start]:02x}, {error.reason}"
+        return Fault(f"{what}; convert the file, or use the byte-level tokenizer, which takes any bytes", error.start)
+
+
+def _load(file: Path) -> tuple[bytes, tokenizers.Tokenizer]:
+    """tokenizer.json, or GPT-2's pair: vocab.json with merges.txt beside it."""
+    try:
+        content = file.read_bytes()
+        if file.name != "vocab.json":
+            return content, tokenizers.Tokenizer.from_buffer(content)
+        merges = file.with_name("merges.txt")
+        tokenizer = tokenizers.ByteLevelBPETokenizer.from_file(str(file), str(merges))
+        tokenizer.add_special_tokens([name for name in EOS_NAMES if tokenizer.token_to_id(name) is not None])
+        return content + merges.read_bytes(), tokenizer._tokenizer
+    except Exception as error:  # what the tokenizers package raises for a broken file is not part of its interface
+        raise ValueError(f"{file} is unreadable: {error}. Download again") from error
+
+
+def _special_tokens(file: Path) -> tuple[dict, str]:
+    """What a folder says about bos and eos, and the name of the file that does."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = file.with_name(name)
+        try:
+            config = json.loads(path.read_bytes()) if path.exists() else {}
+        except ValueError as error:
+            raise ValueError(f"{path} is unreadable: {error}. Download again") from error
+        if "eos_token" in config or "bos_token" in config or "add_bos_token" in config:
+            return config, name
+    return {}, "tokenizer_config.json"
+
+
 def build_tokenizer(hf_assets_path: str, rows: int) -> Tokenizer:
-    """`hf_assets_path`: folder with a tokenizer.json, that file, or empty for bytes; `rows`: those of the embedding."""
-    if not hf_assets_path:
-        tokenizer: Tokenizer = ByteTokenizer()
-    else:
-        path = Path(hf_assets_path).expanduser()
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
-            remedy = "Name a folder with a tokenizer.json, or that file; leave it empty for the byte-level tokenizer"
-            raise ValueError(f"model.hf_assets_path = {hf_assets_path!r}: there is no file {file}. {remedy}")
-        tokenizer = JsonTokenizer(file)
+    """`hf_assets_path`: a Hugging Face folder, a tokenizer.json, or empty for bytes; `rows`: those of the embedding."""
+    tokenizer = JsonTokenizer(find_tokenizer(hf_assets_path)) if hf_assets_path else ByteTokenizer()
     if tokenizer.vocab_size > rows:
         raise ValueError(
             f"model.vocab_size = {rows}: the tokenizer has {tokenizer.vocab_size} tokens, more than the embedding has "
             f"rows; set model.vocab_size to at least {tokenizer.vocab_size}"
         )
     return tokenizer
+
+
+def find_tokenizer(hf_assets_path: str) -> Path:
+    path = Path(os.path.expanduser(hf_assets_path))
+    if path.is_file():
+        return path
+    for needed in (["tokenizer.json"], ["vocab.json", "merges.txt"]):
+        if all((path / name).is_file() for name in needed):
+            return path / needed[0]
+    found = f"model.hf_assets_path = {hf_assets_path!r}: there is no file {path / 'tokenizer.json'}"
+    if others := sorted(path.glob("*.model")):
+        raise ValueError(
+            f"{found}, only {others[0].name}, which has to be converted once: transformers.AutoTokenizer."
+            "from_pretrained(folder).save_pretrained(folder) writes the other"
+        )
+    raise ValueError(
+        f"{found}. Name a folder with a tokenizer.json, or that file; leave it empty for the byte-level tokenizer"
+    )

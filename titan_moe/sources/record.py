@@ -1,0 +1,154 @@
+"""All sources of a run, and a record of what they are, by which the next start notices that something changed.
+
+Rank 0 lists and tells the others, so that a file that appears in between cannot give two ranks different orders, and
+one process asks the file system or the hub. A fingerprint covers the names and sizes of all files and, of each, its
+first, middle and last 16 KiB: enough to notice another file, cheap enough to take at every start.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from titan_moe.config import Config, DataSource
+from titan_moe.sources.listing import File, Source, list_source
+from titan_moe.sources.split import split
+
+SAMPLE_BYTES = 1 << 14
+FILE_NAME = "data.json"  # in the run folder
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    training: list[Source]
+    validation: list[Source] | None
+    """None: no validation"""
+
+    files: dict[str, dict[str, str]]
+    """For each dataset, what its files are: name -> size and digest"""
+
+    def summary(self) -> list[dict[str, Any]]:
+        """For run.json."""
+        return [
+            {
+                "part": part,
+                "dataset": source.dataset,
+                "kind": source.kind,
+                "weight": source.weight,
+                "revision": source.revision,
+                "files": len(source.files),
+                "bytes": sum(file.size for file in source.files),
+                "fingerprint": source.fingerprint,
+            }
+            for part, sources in (("training", self.training), ("validation", self.validation or []))
+            for source in sources
+        ]
+
+
+def list_all(config: Config) -> Listing:
+    """The sources of [training] and, where enabled, of [validation]: its own, or some held out of the former."""
+    loading, patience = config.training.dataloader, config.comm.train_timeout_seconds / 2
+
+    def listed(spec: DataSource, seed: int) -> Source:
+        return list_source(spec, text_field=loading.text_field, on_error=loading.on_error, seed=seed, patience=patience)
+
+    specs = config.training.mixture or [DataSource(dataset=config.training.dataset)]
+    training, validation = [listed(spec, config.debug.seed) for spec in specs], None
+    if config.validation.enable and config.validation.dataset:
+        validation = [listed(DataSource(dataset=config.validation.dataset), -1)]  # not training's synthetic text
+    _refuse_twice(training, validation or [])
+    files = {source.dataset: _digests(source.files) for source in (*training, *(validation or []))}
+    if config.validation.enable and validation is None:
+        halves = [split(source, config.validation.holdout) for source in training]
+        training, validation = [half[0] for half in halves], [half[1] for half in halves]
+
+    def printed(source: Source) -> Source:
+        return replace(source, fingerprint=_fingerprint(source, files[source.dataset]))
+
+    return Listing(list(map(printed, training)), None if validation is None else list(map(printed, validation)), files)
+
+
+def _refuse_twice(training: list[Source], validation: list[Source]) -> None:
+    """A file in two sources would be trained on more often than its weight says, or validated on what was learnt."""
+    seen: dict[str, str] = {}
+    for part, sources in (("training", training), ("validation", validation)):
+        for i, source in enumerate(sources, start=1):
+            owner = f'{part} source {i} ("{source.dataset}")'
+            for file in source.files:
+                if (other := seen.setdefault(file.path, owner)) != owner:
+                    weight = "; give it more weight there if it is to come up more often" if part == "training" else ""
+                    raise ValueError(f"{file.path} is in {other} and in {owner}: leave it to one of them{weight}")
+
+
+def _fingerprint(source: Source, files: dict[str, str]) -> str:
+    """Of what decides which tokens the source has: not of the path to its files, nor of its weight."""
+    digest = hashlib.blake2b(digest_size=8)
+    options = (source.kind, source.text_field, source.on_error, source.add_bos, source.add_eos, source.revision)
+    digest.update(json.dumps([options, files], sort_keys=True).encode(errors="surrogatepass"))
+    for piece in source.pieces:  # which of them: a part may be held out for validation
+        digest.update(f"{piece.unit}\0{piece.size}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _digests(files: Sequence[File]) -> dict[str, str]:
+    found = {}
+    for file in files:
+        digest = hashlib.blake2b(digest_size=8)
+        with open(file.path, "rb") as content:
+            for start in sorted({0, max((file.size - SAMPLE_BYTES) // 2, 0), max(file.size - SAMPLE_BYTES, 0)}):
+                content.seek(start)
+                digest.update(content.read(SAMPLE_BYTES))
+        found[file.name] = f"{file.size} bytes, {digest.hexdigest()}"
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Between two starts of a run
+
+
+def save(listing: Listing, folder: Path) -> None:
+    """Write the record into the run folder: whole, or not at all."""
+    temporary = folder / f"{FILE_NAME}.tmp"
+    temporary.write_text(json.dumps({"sources": listing.summary(), "files": listing.files}, indent=1) + "\n")
+    os.replace(temporary, folder / FILE_NAME)
+
+
+def changes(listing: Listing, folder: Path) -> list[str]:
+    """What is different from the record in the run folder; nothing where there is none."""
+    try:
+        before = json.loads((folder / FILE_NAME).read_bytes())
+        was = [(entry["part"], entry["dataset"], entry["fingerprint"]) for entry in before["sources"]]
+        files_before: dict[str, dict[str, str]] = before["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    now = [(entry["part"], entry["dataset"], entry["fingerprint"]) for entry in listing.summary()]
+    if [fingerprint for _, _, fingerprint in was] == [fingerprint for _, _, fingerprint in now]:
+        return []
+    if len(was) != len(now):
+        return [f"it had {len(was)} sources ({', '.join(name for _, name, _ in was)}), now {len(now)}"]
+    found = []
+    for (part, old, old_print), (_, new, new_print) in zip(was, now):
+        if old_print == new_print:
+            continue
+        details = _files_changed(files_before.get(old, {}), listing.files[new])
+        if not details:
+            details = "how it is read has: its name, options, [validation], or the revision on the hub"
+        found.append(f'{part} source "{new}" changed: {details}')
+    return found
+
+
+def _files_changed(before: dict[str, str], now: dict[str, str]) -> str:
+    parts = {
+        "gone": [name for name in before if name not in now],
+        "new": [name for name in now if name not in before],
+        "changed": [f"{n} ({before[n]} -> {now[n]})" for n in now if n in before and before[n] != now[n]],
+    }
+    shown = [
+        f"{what}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        for what, names in parts.items()
+        if names
+    ]
+    return "; ".join(shown)
