@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # usage: ./run_train.sh CONFIG.toml [--section.key=value ...]
 #        CONFIG_FILE=CONFIG.toml ./run_train.sh [--section.key=value ...]
+#        ./run_train.sh CONFIG.toml [--section.key=value ...] --print_config    prints the resolved configuration
+#        ./run_train.sh --help [SECTION or SECTION.KEY]    prints this and all keys, or those of one section in full
 #
 # Sets up .venv on first use, checks the configuration once, then starts one process per GPU with torchrun.
 # Relative paths, those in the configuration too, are relative to the directory this is called from.
@@ -35,10 +37,20 @@ visible_gpus() {
     fi
 }
 
-if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    usage
-    exit 0
-fi
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} # titan_moe need not be installed, nor this be called from here
+
+prints=""
+for ((i = 1; i <= $#; i++)); do
+    case ${!i} in
+        -h | --help) # needs no packages, so nothing is set up for it
+            python=$root/.venv/bin/python
+            [[ -x $python ]] || python=${PYTHON:-python3}
+            [[ $i -lt $# ]] || usage
+            exec "$python" -m titan_moe.config_help "${@:i+1}" ;;
+        --print_config | --print-config) prints=yes ;;
+    esac
+done
+
 if [[ $# -gt 0 && $1 != -* ]]; then
     config=$1
     shift
@@ -64,8 +76,9 @@ else
 fi
 
 python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} # titan_moe need not be installed, nor this be called from here
-RUN_ID=$("$python" -m titan_moe.launch "$config" "$@") # one report of all mistakes, before any process starts
+[[ -z $prints ]] || exec "$python" -m titan_moe.launch "$config" "$@"
+# One report of all mistakes, before any process starts.
+RUN_ID=$(GPUS=$gpus "$python" -m titan_moe.launch "$config" "$@")
 export RUN_ID
 
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}

@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import titan_moe.runtime as runtime
 
@@ -21,29 +20,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 
-from titan_moe import config_file, parallel, run_folder
+from titan_moe import config_file, parallel, run_folder, startup
 from titan_moe.checkpoint import Progress, build_checkpointer
 from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.config import Config
 from titan_moe.data import PackedDataLoader, build_dataloaders
+from titan_moe.inputs import Batch, Inputs, model_inputs
+from titan_moe.loss import Loss, build_loss
+from titan_moe.mesh_check import microbatches_per_step
 from titan_moe.metrics import Metrics
-from titan_moe.model import attention_masks, build_model, init_weights
+from titan_moe.mistakes import readable
+from titan_moe.model import build_model, init_weights
 from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
+from titan_moe.pipeline import Pipeline
 from titan_moe.preflight import list_sources
-from titan_moe.sources.record import Listing
 from titan_moe.sources.record import save as save_record
 from titan_moe.tokenizer import build_tokenizer
-
-Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # {"input": [B, L], "positions": [B, L]}, labels [B, L]
 
 
 @dataclass(kw_only=True)
@@ -53,9 +53,10 @@ class Run:
     config: Config
     device: torch.device
     parallel_dims: ParallelDims
-    accumulation_steps: int
-    model: DeepSeekV3Model
-    loss_fn: BaseLoss
+    microbatches: int
+    model_parts: list[DeepSeekV3Model]  # this rank's pipeline stages; one, the whole model, without a pipeline
+    pipeline: Pipeline | None
+    loss_fn: Loss
     optimizers: Optimizers
     lr_schedulers: LRSchedulersContainer
     dataloader: PackedDataLoader
@@ -77,13 +78,13 @@ def build(config: Config) -> Run:
     parallel_dims = runtime.build_meshes(config)
     runtime.set_seed(config, parallel_dims, device)
     dp_rank, dp_degree = runtime.batch_coordinates(parallel_dims)
-    accumulation_steps = config_file.gradient_accumulation_steps(config, dist.get_world_size())
+    microbatches = microbatches_per_step(config, dist.get_world_size())
 
     # 2) tokenizer; the files of the data, which rank 0 lists; the run folder, which it claims: all learn the outcome
     flavor = config_file.model_flavor(config)
     tokenizer = build_tokenizer(config.model.hf_assets_path, flavor.vocab_size)
     listing = runtime.on_rank_0(lambda: list_sources(config, tokenizer, folder))
-    attempt = runtime.on_rank_0(lambda: claim_run_folder(config, folder, listing))
+    attempt = runtime.on_rank_0(lambda: startup.claim_run_folder(config, folder, listing))
 
     # 3) data, in the same global order on every mesh
     dataloader, validation_dataloader = build_dataloaders(config, listing, tokenizer, dp_rank, dp_degree)
@@ -93,17 +94,20 @@ def build(config: Config) -> Run:
     total, active = parallel.total_and_active_parameters(model, flavor.top_k, flavor.num_experts)
     _, flops_per_token = model.config.get_nparams_and_flops(model, config.training.seq_len)
 
-    # 5) shard, checkpoint, compile
-    parallel.parallelize(model, config, parallel_dims)
+    # 5) cut into pipeline stages; shard, checkpoint and compile each
+    model_parts, pipeline = parallel.parallelize(model, config, parallel_dims, device)
 
     # 6) memory and initial weights
-    model.to_empty(device=device)
-    init_weights(model, config.debug.seed)
-    model.train()
+    for part in model_parts:
+        part.to_empty(device=device)
+        init_weights(part, config.debug.seed)
+        part.train()
 
     # 7) loss, optimizer, schedule
-    loss_fn = parallel.build_loss(config, model)
-    optimizers = build_optimizers(config, model, parallel_dims)
+    loss_fn = build_loss(config, model_parts[-1])
+    if pipeline is not None:
+        pipeline.loss_fn = loss_fn
+    optimizers = build_optimizers(config, model_parts, parallel_dims)
     lr_schedulers = build_lr_schedulers(config, optimizers)
 
     # 8) checkpoint: resumes, or starts from other weights, or does nothing
@@ -111,7 +115,7 @@ def build(config: Config) -> Run:
     checkpointer = build_checkpointer(
         config,
         folder,
-        model=model,
+        model_parts=model_parts,
         optimizers=optimizers,
         lr_schedulers=lr_schedulers,
         dataloader=dataloader,
@@ -128,13 +132,14 @@ def build(config: Config) -> Run:
         save_record(listing, folder)
     metrics = Metrics(config, folder, attempt, flops_per_token, writes=dist.get_rank() == 0)
 
-    report(config, parallel_dims, accumulation_steps, folder, attempt, metrics, total, active)
+    startup.report(config, parallel_dims, folder, attempt, metrics, total, active)
     return Run(
         config=config,
         device=device,
         parallel_dims=parallel_dims,
-        accumulation_steps=accumulation_steps,
-        model=model,
+        microbatches=microbatches,
+        model_parts=model_parts,
+        pipeline=pipeline,
         loss_fn=loss_fn,
         optimizers=optimizers,
         lr_schedulers=lr_schedulers,
@@ -145,39 +150,6 @@ def build(config: Config) -> Run:
         progress=progress,
         spmd_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims),
     )
-
-
-def report(
-    config: Config,
-    parallel_dims: ParallelDims,
-    accumulation_steps: int,
-    folder: Path,
-    attempt: int,
-    metrics: Metrics,
-    total: int,
-    active: int,
-) -> None:
-    """What this run is, before its first step: folder, device, model size, types, the MoE region, tokens per step."""
-    _, dp_degree = runtime.batch_coordinates(parallel_dims)
-    t = config.training
-    tokens_per_step = t.local_batch_size * t.seq_len * dp_degree * accumulation_steps
-    peak = "unknown" if metrics.peak_flops is None else f"{metrics.peak_flops / 1e12:,.0f} bf16 TFLOP/s"
-    logger.info(f"Run folder {folder}, attempt {attempt}; device {metrics.memory.device_name}, peak {peak}")
-    logger.info(f"Model {config.model.name} {config.model.flavor}: {total:,} parameters, {active:,} active per token")
-    logger.info(f"Parameters {t.dtype}, compute {t.mixed_precision_param}, reduction {t.mixed_precision_reduce}")
-    for line in parallel.moe_report(config, parallel_dims):
-        logger.info(line)
-    logger.info(
-        f"Tokens per step: {t.local_batch_size} sequences x {t.seq_len} tokens x {dp_degree} data-parallel ranks x "
-        f"{accumulation_steps} microbatches = {tokens_per_step:,}, {tokens_per_step * t.steps:,} in {t.steps} steps"
-    )
-
-
-def claim_run_folder(config: Config, folder: Path, listing: Listing) -> int:
-    """Take the run folder and say in its run.json who trains there, on what; returns the attempt's number."""
-    record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
-    record["data"] = listing.summary()
-    return run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,44 +194,43 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
 
     # Data of the whole step, so that every microbatch's loss is divided by the same number of tokens.
     with metrics.waiting_for_data():
-        microbatches = [to_device(next(batches), run.device) for _ in range(run.accumulation_steps)]
+        microbatches = [to_device(next(batches), run.device) for _ in range(run.microbatches)]
     local_tokens = sum(labels_BL.numel() for _, labels_BL in microbatches)
     local_valid = torch.stack([(labels_BL != IGNORE_INDEX).sum() for _, labels_BL in microbatches]).sum()
     batch_mesh = parallel_dims.get_optional_mesh("batch")
     global_valid = dist_utils.dist_sum_tensor(local_valid, batch_mesh)
 
-    # Forward and backward; only the last microbatch's backward reduces gradients over ranks.
-    loss_sum = torch.zeros((), device=run.device)  # this rank's share of the global mean
-    for i, (inputs, labels_BL) in enumerate(microbatches, start=1):
-        with run.spmd_context(), parallel.gradient_sync(run.model, enabled=i == run.accumulation_steps):
-            loss = forward(run, inputs, labels_BL, global_valid)
-            loss.backward()
-        loss_sum += loss.detach()
+    # Forward and backward. The parts of this rank's share of the global mean: the loss, and that of MTP.
+    parts = forward_backward(run, microbatches, global_valid)
 
     # Optimizer, after clipping by the norm over all parameters, each counted once on every mesh.
     grad_norm = dist_utils.clip_grad_norm_(
-        list(run.model.parameters()), config.training.max_norm, foreach=True, ep_enabled=parallel_dims.ep_enabled
+        [parameter for part in run.model_parts for parameter in part.parameters()],
+        config.training.max_norm,
+        foreach=True,
+        pp_mesh=parallel_dims.get_optional_mesh("pp"),
+        ep_enabled=parallel_dims.ep_enabled,
     )
     run.checkpointer.maybe_wait_for_staging()
     run.optimizers.step()
     run.lr_schedulers.step()
     run.optimizers.zero_grad()
-    metrics.count(local_tokens)
+    metrics.count(local_tokens / parallel_dims.non_data_parallel_size)  # its share of the tokens that it helps with
     run.progress.tokens_seen += local_tokens * (1 if batch_mesh is None else batch_mesh.size())
 
     # Once in a while: tell (all ranks participate; rank 0 writes).
     if logs:
-        loss_mesh = parallel_dims.get_optional_mesh("loss")
-        mean_on_rank = loss_sum * global_valid / local_valid.clamp(min=1)
-        loss, max_loss = dist_utils.dist_sum(loss_sum, loss_mesh), dist_utils.dist_max(mean_on_rank, loss_mesh)
+        parts = {name: sum_of_sequence(run, part) for name, part in parts.items()}
+        max_loss = dist_utils.dist_max(parts["loss"] * global_valid / local_valid.clamp(min=1), batch_mesh)
+        means = {name: dist_utils.dist_sum(part, batch_mesh) for name, part in parts.items()}
         with metrics.outside_training():  # only now: reading the loss has waited for the step to end on the device
             validation_loss = validate(run) if validates else None
         metrics.log(
             run.progress.step,
-            loss=loss,
             max_loss=max_loss,
             grad_norm=float(grad_norm),
             lr=lr,
+            **means,
             **run.optimizers.balancer.statistics(),
             **run.dataloader.statistics(batch_mesh, run.device),
             tokens_seen=run.progress.tokens_seen,
@@ -273,33 +244,65 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return moved, labels_BL.to(device, non_blocking=True)
 
 
-def forward(run: Run, inputs: dict[str, torch.Tensor], labels_BL: torch.Tensor, valid_tokens=None) -> torch.Tensor:
-    """The summed cross-entropy of one microbatch of this rank, divided by `valid_tokens` if given."""
-    tokens_BL, positions_BL = inputs["input"], inputs["positions"]
-    masks = attention_masks(run.model, positions_BL)
-    annotate_input_spmd_types(run.parallel_dims, tokens_BL, labels_BL, {"positions": positions_BL})
-    # Hidden states [B, L, D], which the chunked loss puts the head on; logits when loss.num_chunks = 1.
-    output = run.model(tokens_BL, positions=positions_BL, attention_masks=masks)
-    loss, _ = run.loss_fn(output, labels_BL, valid_tokens)
-    return loss
+def forward_backward(run: Run, microbatches: list[Batch], valid_tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients of a step's loss: cross-entropy summed over its tokens, divided by `valid_tokens`, those of all ranks.
+    Returns this rank's share of what is told about it."""
+    if run.pipeline is not None:
+        with run.spmd_context():
+            return {"loss": run.pipeline.step([inputs_of(run, batch) for batch in microbatches], valid_tokens)}
+    parts: dict[str, torch.Tensor] = {}
+    for i, batch in enumerate(microbatches, start=1):
+        parallel.gradient_sync(run.model_parts[0], enabled=i == len(microbatches))  # only the last reduces over ranks
+        with run.spmd_context():
+            loss, more = forward(run, batch, valid_tokens)
+            loss.backward()
+        parts = {name: part + parts.get(name, 0) for name, part in more.items()}
+    return parts
+
+
+def forward(
+    run: Run, batch: Batch, valid_tokens: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(the loss of one microbatch of this rank, its parts to be told), over `valid_tokens` if given: see Loss."""
+    tokens_BL, labels_BL, kwargs = inputs_of(run, batch)
+    # Hidden states [B, L, D], which the loss puts the head on; a list of them with MTP layers.
+    output = run.model_parts[0](tokens_BL, **kwargs)
+    return run.loss_fn(output, labels_BL, valid_tokens, positions=kwargs["positions"])
+
+
+def inputs_of(run: Run, batch: Batch) -> Inputs:
+    """This rank's part of the tokens, their labels, and the model's keyword arguments: positions, masks."""
+    balancer = run.config.parallelism.context_parallel_load_balancer
+    return model_inputs(run.model_parts[0], batch, run.parallel_dims, balancer)
+
+
+def sum_of_sequence(run: Run, value: torch.Tensor) -> torch.Tensor:
+    """The sum of `value` over the ranks that share this rank's sequences: context ranks and pipeline stages."""
+    cp_mesh, pp_mesh = run.parallel_dims.get_optional_mesh("cp"), run.parallel_dims.get_optional_mesh("pp")
+    return dist_utils.dist_sum_tensor(value, cp_mesh, None if pp_mesh is None else pp_mesh.get_group())
 
 
 @torch.no_grad()
 def validate(run: Run) -> float:
     """Mean loss per token over the held-out documents: the same samples each time, on every mesh."""
     assert run.validation_dataloader is not None
-    run.model.eval()  # the router counts its load in training mode only
+    for part in run.model_parts:
+        part.eval()  # the router counts its load in training mode only
     batches = iter(run.validation_dataloader)
     loss_sum = torch.zeros((), device=run.device)
     valid = torch.zeros((), dtype=torch.int64, device=run.device)
-    for _ in range(run.config.validation.steps * run.accumulation_steps):
-        inputs, labels_BL = to_device(next(batches), run.device)
+    for _ in range(run.config.validation.steps):
+        microbatches = [to_device(next(batches), run.device) for _ in range(run.microbatches)]
+        valid += torch.stack([(labels_BL != IGNORE_INDEX).sum() for _, labels_BL in microbatches]).sum()
         with run.spmd_context():
-            loss_sum += forward(run, inputs, labels_BL)
-        valid += (labels_BL != IGNORE_INDEX).sum()
-    run.model.train()
-    loss_mesh, batch_mesh = run.parallel_dims.get_optional_mesh("loss"), run.parallel_dims.get_optional_mesh("batch")
-    return dist_utils.dist_sum(loss_sum, loss_mesh) / dist_utils.dist_sum(valid, batch_mesh)
+            if run.pipeline is not None:
+                loss_sum += run.pipeline.evaluate([inputs_of(run, batch) for batch in microbatches])
+            else:
+                loss_sum += torch.stack([forward(run, batch)[0] for batch in microbatches]).sum()
+    for part in run.model_parts:
+        part.train()
+    batch_mesh = run.parallel_dims.get_optional_mesh("batch")
+    return dist_utils.dist_sum(sum_of_sequence(run, loss_sum), batch_mesh) / dist_utils.dist_sum(valid, batch_mesh)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -307,15 +310,15 @@ def validate(run: Run) -> float:
 
 
 @record  # torchrun shows the error of whichever rank failed first
+@readable  # a user's mistake without a traceback
 def main(argv: list[str]) -> None:
     runtime.default_environment(argv)
     init_logger()
     if os.environ["RANK"] != "0" and os.environ["LOCAL_RANK"] not in os.environ.get("LOG_RANK", "").split(","):
         logger.setLevel("WARNING")  # the console belongs to rank 0 and to ranks that were asked for; others only warn
     config = config_file.load(argv)
-    config_file.raise_on_problems(config, int(os.environ["WORLD_SIZE"]))
-    if config.job.print_config:
-        logger.info(f"Configuration:\n{config_file.to_toml(config)}")
+    accelerator = runtime.DEVICE_TYPE != "cpu"
+    config_file.raise_on_problems(config, int(os.environ["WORLD_SIZE"]), accelerator=accelerator)
     run = build(config)
     try:
         train(run)
@@ -327,9 +330,6 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except config_file.ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Configuration files and overrides: what is accepted arrives as written, what is not is named, all of it at once."""
 
+import os
 import subprocess
 import sys
 from dataclasses import is_dataclass, replace
@@ -11,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_moe import config_file
+from titan_moe import config_file, launch
 from titan_moe.config import Config
-from titan_moe.config_file import ConfigError, check, load, to_toml
+from titan_moe.config_file import LEAVES, ConfigError, check, load, to_toml
+from titan_moe.config_keys import build, get
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -54,12 +56,12 @@ def test_five_mistakes_are_five_lines(file: Any) -> None:
     with pytest.raises(ConfigError) as error:
         load([path])
     assert str(error.value).splitlines() == [
-        f"{path}:",
-        "    optimizer.lr = '8e-4': expected float, got str",
-        "    lr_scheduler.lr_min was renamed to lr_scheduler.min_lr_factor",
-        "    unknown key training.stpes (did you mean training.steps?)",
-        "    checkpoint.enable_checkpoint was renamed to checkpoint.enable",
-        "    activation_checkpoint.mode = 'selectiv': choose from 'none', 'selective', 'full' "
+        f"{path}: 5 mistakes",
+        f"    {path}:2: optimizer.lr = '8e-4': expected float, got str",
+        f"    {path}:4: lr_scheduler.lr_min was renamed to lr_scheduler.min_lr_factor",
+        f"    {path}:6: unknown key training.stpes (did you mean training.steps?)",
+        f"    {path}:8: checkpoint.enable_checkpoint was renamed to checkpoint.enable",
+        f"    {path}:10: activation_checkpoint.mode = 'selectiv': choose from 'none', 'selective', 'full' "
         "(did you mean 'selective'?)",
     ]
 
@@ -78,7 +80,8 @@ def test_five_mistakes_are_five_lines(file: Any) -> None:
         ("[model]\nscore_func = 3", "model.score_func = 3: choose from 'sigmoid', 'softmax'"),
         ("[compile]\ncomponents = 'loss'", "compile.components = 'loss': expected list, got str"),
         ("[compile]\ncomponents = ['loss', 'modle']", "choose from 'model', 'loss' (did you mean 'model'?)"),
-        ("[compile]\ncomponents = [true]", "compile.components = [True]: choose from 'model', 'loss'"),
+        ("[compile]\ncomponents = [true]", "compile.components[0] = True: choose from 'model', 'loss'"),
+        ("[compile]\ncomponents = [\n'loss',\n5,\n]", ":4: compile.components[1] = 5: choose from"),
         ("[training]\ndataloader = 4", "training.dataloader = 4: is a section; write [training.dataloader]"),
         ("[[training]]\nsteps = 4", "training = [{'steps': 4}]: is a section; write [training]"),
         ("steps = 4", "unknown key steps (steps lives in section [training] or [validation])"),
@@ -89,7 +92,17 @@ def test_five_mistakes_are_five_lines(file: Any) -> None:
         ("[training]\nsteps = 1\nsteps = 2", "is not valid TOML: Cannot overwrite a value"),
         ("[training\n", "is not valid TOML: "),
         ("x = " + "9" * 5000, "is not valid TOML: "),
-        (b"[job]\ndescription = '\xff'", "is not UTF-8 text: invalid start byte at byte 21"),
+        (b"[job]\ndescription = '\xff'", ":2: is not UTF-8 text: invalid start byte at byte 21"),
+        ("x = " + "[" * 3000 + "]" * 3000, "is not valid TOML: "),
+        ("[job]\ndescription = 'x'\n\n[job]\n", ":4: is not valid TOML: Cannot declare ('job',) twice"),
+        ("[job]\ndescription = 'x'\ndescription = 'y'\n", "it is there already, in line 2"),
+        ("[job]\ndescription = [\n'x' '\n", "is not valid TOML: "),
+        ('"training.steps" = 5', 'unknown key "training.steps" (without the quotes it is training.steps)'),
+        ('[training]\n"" = 5', 'unknown key training.""'),
+        ('[training]\n"a\\nb" = 5', "unknown key training.a\\nb"),
+        ("[training]\nbase = 'x.toml'", "base stands at the top of a file, before its first section"),
+        ("[job]\ndescription = 5.0e" + "0" * 300, "job.description = 5.0: expected str, got float"),
+        ("[training]\nsteps = '" + "ab" * 500 + "'", "bababa ... babababab': expected int, got str"),
     ],
 )
 def test_one_mistake_is_one_clear_line(file: Any, text: str | bytes, expected: str) -> None:
@@ -98,20 +111,23 @@ def test_one_mistake_is_one_clear_line(file: Any, text: str | bytes, expected: s
 
 
 def test_a_key_we_lack_is_not_taken_for_another(file: Any) -> None:
-    """Somebody who asks for tensor parallelism must not be talked into expert parallelism."""
-    keys = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
-    text = "[parallelism]\n" + "".join(f"{key} = 2\n" for key in keys)
-    assert problems(file(text)) == [f"unknown key parallelism.{key}" for key in keys]
-
-
-def test_renamed_keys_lead_to_keys_that_exist() -> None:
-    assert all(old not in config_file.LEAVES and new in config_file.LEAVES for old, new in config_file.RENAMED.items())
+    """Somebody who asks for sequence parallelism must not be talked into expert parallelism."""
+    (problem,) = problems(file("[parallelism]\nsequence_parallel_degree = 2\n"))
+    assert problem.endswith(":2: unknown key parallelism.sequence_parallel_degree")
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    assert problems(str(tmp_path / "absent.toml")) == ["cannot be read: No such file or directory"]
-    assert problems(str(tmp_path)) == ["cannot be read: Is a directory"]
+    absent, huge, pipe = (tmp_path / name for name in ("absent.toml", "huge.toml", "pipe.toml"))
+    assert problems(str(absent)) == [f"{absent}: cannot be read: No such file or directory"]
+    assert problems(str(tmp_path)) == [f"{tmp_path}: cannot be read: Is a directory"]
     assert problems() == problems("--training.steps=5") == [config_file.USAGE]
+    huge.write_bytes(b"#" * (1 << 20) + b"\n")
+    assert problems(str(huge)) == [f"{huge}: has 1,048,577 bytes; a configuration has 1,048,576 at most"]
+    os.mkfifo(pipe)
+    assert "is no regular file, and every process has to read it again" in problems(str(pipe))[0]
+    assert problems("a" * 300 + ".toml")[0].endswith("cannot be read: File name too long")
+    # Overrides are read all the same, and what is wrong with them is told too.
+    assert len(problems(str(absent), "--training.stpes=5", "--training.steps=x")) == 3
 
 
 def test_integers_are_floats_where_floats_belong(file: Any) -> None:
@@ -182,20 +198,23 @@ def test_override_forms(file: Any, words: list[str], path: str, value: object) -
         (["--training.no_steps"], "--training.no_steps: unknown key training.no_steps (did you mean training.steps?)"),
         (["--training.steps=ten"], "--training.steps=ten: expected int, got str"),
         (["--training.steps=none"], "--training.steps=none: expected int, got str"),
-        (["--training.steps=5\nx = 6"], "--training.steps=5\nx = 6: expected int, got str"),
+        (["--training.steps=5\nx = 6"], "--training.steps=5\\nx = 6: expected int, got str"),
         (["--checkpoint.enable=1"], "--checkpoint.enable=1: expected bool, got int"),
         (["--compile.components=loss,modle"], "choose from 'model', 'loss' (did you mean 'model'?)"),
         (["--training.dataloader=2"], "--training.dataloader: is a section; write --training.dataloader.KEY=VALUE"),
-        (["--job.description=\udcff"], "surrogates not allowed"),
+        (["--job.description=\udcff"], "command line: --job.description=\\udcff: is not UTF-8 text"),
+        (["--base=other.toml"], 'base=other.toml: is for files; write base = "OTHER.toml" at the top of one'),
         (["-training.steps=5"], "'-training.steps=5': unexpected; overrides are written --section.key=value"),
-        (["other.toml"], "'other.toml': unexpected; overrides are written --section.key=value"),
+        (["other.toml"], "run.toml, other.toml): give one, which may name a base"),
         (["--job.config_file=other.toml"], "2 configuration files"),
         (["--help"], "--help: unknown key help"),
+        (["--compile.components=loss,x"], "--compile.components=loss,x: compile.components[1] = 'x': choose from"),
+        (["--metrics.enable_wandb=1", "--model.converters=float8"], "--model.converters=float8: model.converters ="),
     ],
 )
 def test_wrong_overrides(file: Any, words: list[str], expected: str) -> None:
-    (problem,) = problems(file(""), *words)
-    assert expected in problem
+    found = problems(file(""), *words)
+    assert expected in found[0] and all(problem.startswith("command line: ") for problem in found)
 
 
 def test_mistakes_in_file_and_overrides_come_together(file: Any) -> None:
@@ -219,6 +238,95 @@ def test_any_command_line_is_read_or_refused(file: Any, words: list[str]) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# A base
+
+
+def test_a_file_is_laid_over_its_base_key_by_key(tmp_path: Path) -> None:
+    """Three files in two folders, each relative to the one that names it; a list replaces the list of the base."""
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "root.toml").write_text(
+        "[training]\nsteps = 1\nseq_len = 64\n[compile]\ncomponents = ['model']\n[model]\ndim = 512\n"
+    )
+    (tmp_path / "common" / "middle.toml").write_text(
+        "base = 'root.toml'\n[training]\nsteps = 2\nmax_norm = 2.0\n[compile]\ncomponents = ['loss']\n"
+    )
+    mine = tmp_path / "mine.toml"
+    mine.write_text("base = 'common/middle.toml'\ntraining.steps = 3\nmodel.dim = 'none'\n")
+    loaded = config_file.read([str(mine), "--training.max_norm=3"])
+    training = loaded.config.training
+    assert (training.steps, training.seq_len, training.max_norm) == (3, 64, 3.0)
+    assert loaded.config.compile.components == ["loss"] and loaded.config.model.dim is None
+    assert loaded.origins == {
+        "training.steps": f"{mine}:2",
+        "model.dim": f"{mine}:3",
+        "training.max_norm": "command line",
+        "compile.components": f"{tmp_path}/common/middle.toml:6",
+        "training.seq_len": f"{tmp_path}/common/root.toml:3",
+    }
+    assert load([str(mine), "--training.seq_len=32"]).training.seq_len == 32
+
+
+def test_bases_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    bases = {"a": "b", "b": "sub/../c", "c": "a", "self": "self", "lost": "gone", "broken": "bad"}
+    for name, base in bases.items():
+        Path(f"{name}.toml").write_text(f"\nbase = '{base}.toml'\n[training]\nstpes = 1\n")
+    Path("bad.toml").write_text("[training\n")
+    Path("sub").mkdir()
+    *typos, circle = problems("a.toml")
+    assert [typo.split(": ")[0] for typo in typos] == ["a.toml:4", "b.toml:4", "sub/../c.toml:4"]
+    assert circle == (
+        "sub/../c.toml:2: base = 'a.toml': goes round in a circle, a.toml -> b.toml -> sub/../c.toml -> sub/../a.toml"
+    )
+    assert problems("self.toml")[1].endswith("goes round in a circle, self.toml -> self.toml")
+    assert problems("lost.toml")[1] == (
+        "lost.toml:2: base = 'gone.toml': gone.toml: cannot be read: No such file or directory"
+    )
+    assert problems("broken.toml")[1].startswith("broken.toml:2: base = 'bad.toml': bad.toml:1: is not valid TOML: ")
+    for base in ("5", "['a.toml', 'b.toml']", "''", '"a\\u0000"', "{x = 1}"):
+        Path("mine.toml").write_text(f"base = {base}\n")
+        (problem,) = problems("mine.toml")
+        assert problem.startswith("mine.toml:1: base = ") and problem.endswith(": must name one other file")
+
+
+def test_a_mistake_in_a_base_counts_even_where_it_is_overridden(tmp_path: Path) -> None:
+    (tmp_path / "root.toml").write_text("[training]\nsteps = 'x'\n")
+    mine = tmp_path / "mine.toml"
+    mine.write_text("base = 'root.toml'\n[training]\nsteps = 3\n")
+    assert problems(str(mine), "--training.steps=4") == [
+        f"{tmp_path}/root.toml:2: training.steps = 'x': expected int, got str"
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where a problem is written
+
+
+def test_cross_checks_name_the_lines_of_all_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("root.toml").write_text("\n[training]\nsteps = 50\nseq_len = 100\n")
+    Path("mine.toml").write_text("base = 'root.toml'\n[lr_scheduler]\ntotal_steps = 9\n")
+    loaded = config_file.read(["mine.toml", "--parallelism.expert_parallel_degree=3"])
+    degree, chunks, ends = loaded.located(check(loaded.config, 1))
+    assert ends.startswith("mine.toml:3: lr_scheduler.total_steps = 9: must be at least training.steps = 50")
+    assert ends.endswith(" (training.steps: root.toml:3)")
+    # A default that does not fit points to what was set.
+    assert chunks.startswith("root.toml:4: loss.num_chunks = 8: must divide training.seq_len = 100")
+    assert chunks.endswith(" (loss.num_chunks: default)")
+    assert degree.startswith("command line: parallelism.expert_parallel_degree = 3: must divide ")
+
+
+def test_what_follows_from_a_reported_mistake_is_not_reported(file: Any) -> None:
+    """total_steps = 9 is too few for the default of 10000 steps, which nobody asked for; that top_k is 0 stays true."""
+    path = file("[training]\nsteps = 'ten'\n[lr_scheduler]\ntotal_steps = 9\n[optimizer]\nlr = 0\n")
+    loaded = config_file.read([path])
+    assert len(loaded.problems) == 1
+    assert loaded.located(check(loaded.config, 1)) == [f"{path}:6: optimizer.lr = 0.0: must be greater than 0"]
+    loaded = config_file.read([path, "--parallelism.expert_paralel_degree=2"])
+    assert not loaded.located(["moe.dispatcher = x: does not go with parallelism.expert_parallel_degree = 1"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Printing
 
 
@@ -236,15 +344,17 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         bool: st.booleans(),
         int: st.integers(),
         float: st.floats(allow_nan=False),
-        str: st.text() | st.sampled_from(['"', "\\", "\x7f", "\x00\x1b", "\r\n", "'''", "\u2028", "\ufeff", "🚀"]),
+        str: st.text(st.characters(exclude_characters="\0", codec="utf-8"))
+        | st.sampled_from(['"', "\\", "\x7f", "\x01\x1b", "\r\n", "'''", "\u2028", "\ufeff", "🚀"]),
     }
     return basic[hint]
 
 
-@given(values_of(Config))
+@given(values_of(Config), st.dictionaries(st.sampled_from([*LEAVES]), st.text() | st.just("a\nb # c\r[d]")))
 @settings(max_examples=60, deadline=None)
-def test_what_is_printed_reads_back_equal(file: Any, config: Config) -> None:
-    assert load([file(to_toml(config))]) == config
+def test_what_is_printed_reads_back_equal(file: Any, config: Config, origins: dict[str, str]) -> None:
+    """Whatever the values, and whatever the names of the files that they come from."""
+    assert load([file(to_toml(config))]) == load([file(to_toml(config, origins))]) == config
 
 
 def test_printed_form(file: Any) -> None:
@@ -252,6 +362,35 @@ def test_printed_form(file: Any) -> None:
     assert '[optimizer]\nname = "AdamW"\n' in text and "\neps = 1e-08\n" in text
     assert '\ndescription = "a \\"b\\"\\n\\u007f"\n' in text
     assert "[training.dataloader]\nnum_workers = 0\n" in text and "decay_ratio" not in text
+
+
+def test_unset_is_the_default_of_whatever_can_be_unset() -> None:
+    """Or leaving it out of the printed form would not read back as unset."""
+    defaults = build({})
+    optional = [key for key, hint in LEAVES.items() if type(None) in get_args(hint)]
+    assert optional and all(get(defaults, key) is None for key in optional)
+
+
+def test_print_config_prints_where_values_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On stdout and nothing else there, status 0, also for a world that does not fit, and nothing is created."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine \n.toml").write_text("base = 'root.toml'\n[job]\ndescription = 'größer 模型'\n")
+    Path("root.toml").write_text("[training]\nsteps = 5\n[metrics]\nenable_wandb = true\n")
+    argv = ["mine \n.toml", "--print_config", "--parallelism.expert_parallel_degree=64"]
+    before = sorted(Path().iterdir())
+    assert launch.main(argv, {"NGPU": "three"}) == 0
+    out, err = capfd.readouterr()
+    assert "\nsteps = 5  # root.toml:2\n" in out and "\nexpert_parallel_degree = 64  # command line\n" in out
+    assert '\ndescription = "größer 模型"  # mine \\n.toml:3\n' in out and "\nseq_len = 2048\n" in out
+    assert err.startswith("note: root.toml:4: metrics.enable_wandb = True is ignored: ")
+    assert sorted(Path().iterdir()) == before
+    Path("printed.toml").write_text(out, encoding="utf-8")
+    assert load(["printed.toml"]) == load([argv[0], argv[2]])
+    assert launch.main([*argv, "--training.stpes=4", "--print-config"], {}) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and "unknown key training.stpes" in err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,7 +468,7 @@ def test_problems_of_all_kinds_come_together(file: Any) -> None:
     config.training.local_batch_size = config.loss.num_chunks = 0  # without these no arithmetic, but all the rest
     assert len(check(config, 1)) == 5
     config.training.local_batch_size = config.loss.num_chunks = config.optimizer.lr = 1
-    with pytest.raises(ConfigError, match="configuration for 1 processes:\n    model.top_k"):
+    with pytest.raises(ConfigError, match="configuration for 1 processes: 2 mistakes\n    model.top_k"):
         config_file.raise_on_problems(config, 1)
 
 

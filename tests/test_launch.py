@@ -42,6 +42,12 @@ def test_a_sound_run_gets_a_new_id_and_creates_nothing(capsys: pytest.CaptureFix
     assert accepted(capsys, [config, "--job.dump_folder=here"], {})[1] == "here"
 
 
+def test_help_without_the_shell(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    assert launch.main([config, "--help", "loss"], {}) == launch.main(["--help", "loss"], {}) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("[loss]\n") and err == ""
+
+
 def test_where_the_run_id_comes_from(capsys: pytest.CaptureFixture[str], config: str) -> None:
     slurm = {"SLURM_JOB_ID": "77", "NNODES": "2", "NGPU": "4"}
     requeued, again = accepted(capsys, [config], slurm), accepted(capsys, [config], slurm)
@@ -66,7 +72,7 @@ def test_all_problems_at_once(capsys: pytest.CaptureFixture[str], config: str) -
     """World size 2 x 3 = 6; what is wrong with it, the batch and the run id comes in one list under the file's name."""
     argv = [config, "--parallelism.expert_parallel_degree=4", "--training.global_batch_size=5"]
     lines = refused(capsys, argv, {"NNODES": "2", "NGPU": "3"}).splitlines()
-    assert lines[0] == f"{config}:" and len(lines) == 4
+    assert lines[0] == f"{config}: 3 mistakes" and len(lines) == 4
     assert (
         "RUN_ID" in lines[1] and "must divide data_parallel_shard_degree = 6" in lines[2] and "8 x 6 = 48" in lines[3]
     )
@@ -89,7 +95,8 @@ def test_as_the_shell_runs_it() -> None:
     assert (sound.returncode, sound.stdout, sound.stderr) == (0, "r1\n", "Run folder: outputs/r1\n")
     broken = subprocess.run([*command, "--a.b=1", "c"], cwd=ROOT, env={}, capture_output=True, text=True, check=False)
     assert (broken.returncode, broken.stdout) == (2, "")
-    assert broken.stderr.splitlines()[0] == "train_configs/debug_model.toml:" and len(broken.stderr.splitlines()) == 3
+    assert broken.stderr.splitlines()[0] == "train_configs/debug_model.toml: 2 mistakes"
+    assert len(broken.stderr.splitlines()) == 3
 
 
 def test_missing_inputs_are_all_named_before_the_start(capsys: pytest.CaptureFixture[str], config: str) -> None:
@@ -108,3 +115,11 @@ def test_an_older_step_is_not_resumed_beside_newer_ones(capsys: pytest.CaptureFi
     assert "has steps [10, 20]; choose one" in refused(capsys, [*argv, "--checkpoint.load_step=15"], {})
     assert "also has steps [20]" in refused(capsys, [*argv, "--checkpoint.load_step=10"], {})
     accepted(capsys, [*argv, "--checkpoint.load_step=20"], {})
+
+
+def test_what_only_gpus_cannot_do_is_refused_where_there_are_some(
+    capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    argv = [config, "--parallelism.context_parallel_degree=2", "--training.seq_len=320"]
+    assert accepted(capsys, argv, {"NGPU": "2", "GPUS": "0"})
+    assert "context_parallel_degree x 128" in refused(capsys, argv, {"NGPU": "2", "GPUS": "2"})

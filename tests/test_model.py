@@ -1,19 +1,21 @@
 """Our nodes in torchtitan's tree, weights drawn by whole parameters, and what is built from the model."""
 
 import math
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from titan_moe.attention import DenseAttention
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.flavors import FLAVORS
-from titan_moe.model import DenseAttention, _init_slice, attention_masks, build_model, init_weights
-from titan_moe.moe.layer import RouterGate
+from titan_moe.model import _init_slice, build_model, init_weights
+from titan_moe.moe.layer import FusedMoE, RouterGate
 from titan_moe.optimizer import NO_WEIGHT_DECAY, apply_hyperparameters, build_lr_schedulers, build_optimizers
-from titan_moe.parallel import total_and_active_parameters
+from titan_moe.parallel import compile_layers, total_and_active_parameters
 
 ONE_RANK = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False, tp=1)
 
@@ -30,26 +32,6 @@ def model(config):
     model = build_model(config).to_empty(device="cpu")
     init_weights(model, seed=0)
     return model
-
-
-@pytest.mark.parametrize("pad_from", [1, 1000])
-def test_dense_attention_equals_attention_inside_each_document(monkeypatch, pad_from):
-    """In float64, value heads narrower than query heads: each packed document by itself gives the same."""
-    monkeypatch.setattr("titan_moe.model.PAD_FROM_LENGTH", pad_from)
-    torch.manual_seed(0)
-    lengths, heads, scale = [5, 1, 7], 2, 0.3
-    q, k, v = (torch.randn(1, sum(lengths), heads, width, dtype=torch.float64) for width in (6, 6, 4))
-    positions_BL = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    masks = attention_masks(None, positions_BL)
-    out_BLNH = DenseAttention.Config().build()(q, k, v, attention_masks=masks, scale=scale)
-    start = 0
-    for length in lengths:
-        own = slice(start, start + length)
-        scores = torch.einsum("blnh,bmnh->bnlm", q[:, own], k[:, own]) * scale
-        scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -math.inf)
-        expected = torch.einsum("bnlm,bmnh->blnh", scores.softmax(-1), v[:, own])
-        torch.testing.assert_close(out_BLNH[:, own], expected)
-        start += length
 
 
 def test_router_logits_are_fp32_from_bf16_inputs():
@@ -90,6 +72,35 @@ def test_initial_weights_follow_the_seed_and_torchtitans_recipe(config, model):
     assert model.layers["1"].moe.expert_bias_E.abs().sum() == 0
 
 
+def test_mtp_layers_too_are_drawn_from_the_seed(config):
+    """Every parameter has an initializer that `init_weights` replaces: torch's own would depend on the mesh."""
+    config = deepcopy(config)
+    config.model.num_mtp_layers = 2
+    model, other = (build_model(config).to_empty(device="cpu") for _ in range(2))
+    init_weights(model, seed=0)
+    init_weights(other, seed=1)
+    assert all(m._param_init is not None for m in model.modules() if list(m.parameters(recurse=False)))
+    for layer, further in zip(model.mtp_layers, other.mtp_layers):
+        assert isinstance(layer.moe, FusedMoE) and isinstance(layer.attention.inner_attention, DenseAttention)
+        assert layer.eh_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert not torch.equal(layer.eh_proj.weight, further.eh_proj.weight)
+        for norm in (layer.enorm, layer.hnorm, layer.mtp_norm):
+            assert torch.equal(norm.weight, torch.ones(32))
+    first, second = (layer.eh_proj.weight for layer in model.mtp_layers)
+    assert not torch.equal(first, second)
+
+
+def test_mtp_layers_too_are_compiled(config):
+    config = deepcopy(config)
+    config.model.num_mtp_layers = 1
+    model = build_model(config)
+    compile_layers(model, "eager")
+    compiled = {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
+    parts = ["attention_norm", "attention", "ffn_norm", "moe.shared_experts", "enorm", "hnorm", "eh_proj", "mtp_norm"]
+    assert {name for name in compiled if name.startswith("mtp_layers")} == {f"mtp_layers.0.{part}" for part in parts}
+    assert "layers.0" in compiled and "layers.1.attention" in compiled
+
+
 @pytest.mark.parametrize(("name", "total", "active"), [("16B", 15.7e9, 2.7e9), ("671B", 671e9, 37.5e9)])
 def test_parameter_counts_are_the_published_ones(name, total, active):
     config = Config()
@@ -102,7 +113,7 @@ def test_parameter_counts_are_the_published_ones(name, total, active):
 
 
 def test_norms_and_biases_have_no_weight_decay(config, model):
-    optimizers = build_optimizers(config, model, ONE_RANK)
+    optimizers = build_optimizers(config, [model], ONE_RANK)
     (optimizer,) = optimizers
     plain, decayed = optimizer.param_groups
     assert plain["weight_decay"] == 0 and decayed["weight_decay"] == 0.1
@@ -114,7 +125,7 @@ def test_norms_and_biases_have_no_weight_decay(config, model):
 
 def rates(config: Config, model, steps: int) -> list[float]:
     config.training.steps = steps
-    optimizers = build_optimizers(config, model, ONE_RANK)
+    optimizers = build_optimizers(config, [model], ONE_RANK)
     schedulers = build_lr_schedulers(config, optimizers)
     seen = []
     for _ in range(steps):
@@ -141,11 +152,11 @@ def test_schedules(model):
 def test_a_resumed_run_follows_its_configuration(config, model, saved_decay):
     """Not the rates saved with the optimizer: the first step after a resume already has the new schedule's."""
     config.optimizer.lr, config.optimizer.weight_decay = 1e-3, saved_decay
-    optimizers = build_optimizers(config, model, ONE_RANK)
+    optimizers = build_optimizers(config, [model], ONE_RANK)
     schedulers = build_lr_schedulers(config, optimizers)
     saved_optimizer, saved_schedule = optimizers.state_dict(), {"last_epoch": 300}
     config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.beta2 = 5e-4, 0.3, 0.99
-    resumed = build_optimizers(config, model, ONE_RANK)
+    resumed = build_optimizers(config, [model], ONE_RANK)
     schedulers = build_lr_schedulers(config, resumed)
     resumed.load_state_dict(saved_optimizer)
     schedulers.load_state_dict(saved_schedule)

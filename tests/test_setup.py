@@ -266,6 +266,7 @@ def test_te_is_built_once_with_a_gpu_and_never_required(sandbox):
 FAKE_PYTHON = """#!/usr/bin/env bash
 case "$*" in
     *setup_env.py) echo "$0" ;;
+    "-m titan_moe.config_help"*) echo "help on ${*:3}" ;;
     "-m titan_moe.launch "*)
         printf '%s\\n' "NGPU=$NGPU NNODES=$NNODES" "${@:3}" >"$OUT/launch"
         [[ -z ${MISTAKE:-} ]] || { echo "$MISTAKE" >&2; exit 2; }
@@ -393,7 +394,29 @@ def test_run_train_stops_on_mistakes(launcher):
     status, stderr, argv, _ = launcher()
     assert (status, argv) == (2, None)
     assert stderr.startswith("usage: ./run_train.sh CONFIG.toml")
-    assert launcher("--help")[::2] == (0, None)
     status, _, argv, _ = launcher("a.toml", PYTHON="/no/such/python")
     assert status != 0
     assert argv is None
+
+
+def test_run_train_helps_without_a_set_up(launcher):
+    """The usage and all keys, or the keys that are asked for; no packages are needed, and nothing is started."""
+
+    def asked(*args):
+        env = {"PATH": str(launcher.out / "bin"), "PYTHON": str(launcher.out / "bin" / "my python"), "OUT": "/nowhere"}
+        done = subprocess.run([launcher.root / "run_train.sh", *args], env=env, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.splitlines()
+
+    for args in (["--help"], ["-h"], ["a.toml", "--training.steps=5", "--help"]):
+        usage, *_, keys = asked(*args)
+        assert usage.startswith("usage: ./run_train.sh CONFIG.toml")
+        assert keys.strip() == "help on"
+    assert asked("--help", "moe") == asked("a.toml", "--help", "moe") == ["help on moe"]
+
+
+def test_run_train_prints_the_configuration_and_starts_nothing(launcher):
+    status, _, argv, _ = launcher("a.toml", "--training.steps=5", "--print_config")
+    assert (status, argv) == (0, None)
+    assert (launcher.out / "launch").read_text().splitlines()[1:] == ["a.toml", "--training.steps=5", "--print_config"]
+    assert launcher("a.toml", "--print-config", MISTAKE="a.toml: 1 mistake")[:3] == (2, "a.toml: 1 mistake\n", None)

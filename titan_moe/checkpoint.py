@@ -1,6 +1,7 @@
 """Checkpoints through torchtitan's manager of torch.distributed.checkpoint (DCP): resharded on load, sync or async."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def build_checkpointer(
     config: Config,
     run_folder: Path,
     *,
-    model: nn.Module,
+    model_parts: Sequence[nn.Module],
     optimizers: OptimizersContainer,
     lr_schedulers: LRSchedulersContainer,
     dataloader: Stateful,
@@ -61,7 +62,7 @@ def build_checkpointer(
         load_only=c.load_only,
     ).build(
         dataloader=dataloader,
-        model_parts=[model],
+        model_parts=list(model_parts),
         optimizers=optimizers,
         lr_schedulers=lr_schedulers,
         states={"progress": progress},

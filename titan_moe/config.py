@@ -1,8 +1,9 @@
 """The schema: one dataclass per TOML section, torchtitan 0.2's section and key names for everything we support.
 
 The string under a field is its help text. A field typed `X | None` that is None is unset: TOML has no null, so an
-absent key is how one says it. `config_file.py` reads TOML and the command line into these classes and checks them;
-nothing here checks anything. Imports neither torch nor torchtitan, so that the planner and `--help` answer at once.
+absent key is how one says it, or "none" to take back what a base file sets. `config_file.py` reads TOML and the command
+line into these classes and checks them; nothing here checks anything. Imports neither torch nor torchtitan, so that the
+planner and `--help` answer at once.
 """
 
 from dataclasses import dataclass, field
@@ -18,9 +19,6 @@ class Job:
 
     description: str = ""
     """One line about the run, kept in its run.json"""
-
-    print_config: bool = False
-    """Print the resolved configuration as the run starts"""
 
 
 @dataclass(kw_only=True)
@@ -110,7 +108,7 @@ class Model:
     """Sequence length that YaRN extends from"""
 
     num_mtp_layers: int | None = None
-    """Multi-token prediction layers after the last one, each predicting one token further ahead (arXiv 2412.19437, 2.2)"""
+    """Multi-token prediction layers, each predicting one token further ahead (arXiv 2412.19437, 2.2)"""
 
 
 @dataclass(kw_only=True)
@@ -319,7 +317,11 @@ class Parallelism:
     """Ranks that one copy is sharded over (FSDP2); -1: all that are left"""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether gathered parameters are freed between forward and backward"""
+    """Whether gathered parameters are freed between forward and backward; "default": yes, but not in a pipeline, where
+    every microbatch would gather them again"""
+
+    fsdp_prefetch_layers: int = 1
+    """Layers whose parameters are gathered ahead of the one that computes; each costs the memory of a whole layer"""
 
     expert_parallel_degree: int = 1
     """Ranks that the experts are spread over; they are taken from the shard, context and tensor ranks"""
@@ -348,7 +350,8 @@ class Parallelism:
     pipeline_parallel_layers_per_stage: list[int] = field(default_factory=list)
     """Layers of each stage, first to last; the first stage also has the embedding, the last one the head. As many
     numbers as stages: the pipeline degree with 1F1B, a multiple of it with interleaved schedules, twice it with
-    V-shaped ones. Empty: balanced by FLOPs, two stages per rank where the schedule has several"""
+    V-shaped ones; only the last may be 0. Empty: balanced by FLOPs, two stages per rank where the schedule has
+    several"""
 
 
 @dataclass(kw_only=True)
@@ -357,7 +360,10 @@ class ActivationCheckpoint:
     """What backward recomputes: nothing, cheap operations, or whole layers"""
 
     recompute: list[Literal["mla_up_proj", "swiglu", "norms", "shared_expert"]] = field(default_factory=list)
-    """With mode "none": parts of every layer that backward recomputes nevertheless"""
+    """With mode "none": parts of every layer that backward makes again rather than keep. "norms": outputs of the norms,
+    and the router's fp32 copy of one; "mla_up_proj": q, k and v of the attention kernel, from the latents; "swiglu":
+    activations of dense layers and of the shared expert (those of routed experts are never kept); "shared_expert": all
+    that the shared expert keeps. The start-up report says what each saves"""
 
 
 @dataclass(kw_only=True)

@@ -5,13 +5,32 @@ Runs before any process group exists, so it knows the world size only as a numbe
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
 
-from titan_moe import flavors
+from titan_moe import flavors, mesh_check, pipeline_check, recompute_facts
 from titan_moe.config import Config
+from titan_moe.mesh_check import (
+    choices,
+    data_parallel_degree,
+    gradient_accumulation_steps,
+    microbatch_size,
+    microbatches_per_step,
+    sequences_per_step,
+    tokens_per_sequence,
+)
+
+__all__ = [
+    "check",
+    "data_parallel_degree",
+    "gradient_accumulation_steps",
+    "microbatch_size",
+    "microbatches_per_step",
+    "model_flavor",
+    "sequences_per_step",
+]
 
 # What a single number must satisfy, and the keys it goes for: outside, something later crashes or, worse, does not.
 RULES: list[tuple[str, Callable[[float], bool], str]] = [
@@ -21,15 +40,18 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "model.rope_factor model.original_seq_len training.local_batch_size training.seq_len training.steps "
         "training.gc_freq training.dataloader.prefetch_factor training.dataloader.num_shards loss.num_chunks "
         "validation.freq validation.steps parallelism.data_parallel_replicate_degree "
-        "parallelism.expert_parallel_degree moe.ranks_per_node checkpoint.interval metrics.log_freq "
+        "parallelism.expert_parallel_degree parallelism.tensor_parallel_degree parallelism.context_parallel_degree "
+        "parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_microbatch_size "
+        "moe.ranks_per_node checkpoint.interval metrics.log_freq "
         "comm.init_timeout_seconds comm.train_timeout_seconds",
     ),
     (
         "must be at least 0",
         lambda value: value >= 0,
-        "model.q_lora_rank model.mscale moe.load_balance_coeff moe.sequence_loss_coeff moe.z_loss_coeff "
+        "model.q_lora_rank model.mscale model.num_mtp_layers loss.mtp_coeff "
+        "moe.load_balance_coeff moe.sequence_loss_coeff moe.z_loss_coeff "
         "optimizer.weight_decay lr_scheduler.warmup_steps "
-        "training.dataloader.num_workers comm.trace_buf_size",
+        "parallelism.fsdp_prefetch_layers training.dataloader.num_workers comm.trace_buf_size",
     ),
     (
         "must be greater than 0",
@@ -57,6 +79,10 @@ DIVISORS = {
     "parallelism.data_parallel_replicate_degree",
     "parallelism.data_parallel_shard_degree",
     "parallelism.expert_parallel_degree",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.context_parallel_degree",
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.pipeline_parallel_microbatch_size",
     "training.local_batch_size",
     "training.seq_len",
     "loss.num_chunks",
@@ -64,14 +90,18 @@ DIVISORS = {
 """Numbers that must be sound before any arithmetic with the others makes sense"""
 
 
-def check(config: Config, world_size: int) -> list[str]:
-    """Everything that does not fit together when `world_size` processes train `config`; empty when all does."""
+def check(config: Config, world_size: int, *, accelerator: bool = False) -> list[str]:
+    """Everything that does not fit together when `world_size` processes train `config`; empty when all does.
+    `accelerator`: they are known to have one each."""
     numbers = _numbers(config)
     flavor = model_flavor(config)
     found = [*numbers.values(), *flavors.problems(flavor), *_files(config)]
     if not numbers.keys() & DIVISORS:
-        found += _parallelism(config, world_size, flavor.num_experts)
+        found += mesh_check.check(config, world_size, flavor)
+        found += mesh_check.check_accelerator(config) if accelerator else []
+        found += pipeline_check.check(config, world_size, flavor)
         found += _moe(config)
+        found += _recompute(config)
         found += _lengths(config, flavor.max_seq_len)
     return found
 
@@ -83,28 +113,6 @@ def model_flavor(config: Config) -> flavors.Flavor:
     )
 
 
-def data_parallel_degree(config: Config, world_size: int) -> tuple[int, int]:
-    """(replicate, shard): copies of the model, and ranks that one copy is sharded over, with -1 resolved."""
-    replicate, shard = config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
-    return replicate, world_size // replicate if shard == -1 else shard
-
-
-def gradient_accumulation_steps(config: Config, world_size: int) -> int:
-    """Forward and backward passes per optimizer step."""
-    if config.training.global_batch_size == -1:
-        return 1
-    replicate, shard = data_parallel_degree(config, world_size)
-    return config.training.global_batch_size // (config.training.local_batch_size * replicate * shard)
-
-
-def sequences_per_step(config: Config, world_size: int) -> int:
-    """Sequences of one optimizer step, over all ranks and microbatches."""
-    if config.training.global_batch_size != -1:
-        return config.training.global_batch_size
-    replicate, shard = data_parallel_degree(config, world_size)
-    return config.training.local_batch_size * replicate * shard
-
-
 def _numbers(config: Config) -> dict[str, str]:
     """What is wrong with single numbers, by their path."""
     found = {}
@@ -113,51 +121,17 @@ def _numbers(config: Config) -> dict[str, str]:
             value = attrgetter(path)(config)
             if value is not None and not holds(value):
                 found[path] = f"{path} = {value}: {rule}"
-    return found | _not_finite(asdict(config))
+    return found | _not_finite(config)
 
 
-def _not_finite(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def _not_finite(section: Any, prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
-    for key, value in tree.items():
+    for key, value in vars(section).items():
         path = prefix + key
-        if isinstance(value, dict):
+        if is_dataclass(value):
             found |= _not_finite(value, f"{path}.")
         elif isinstance(value, float) and not math.isfinite(value):
             found[path] = f"{path} = {value}: must be finite"
-    return found
-
-
-def _parallelism(config: Config, world_size: int, num_experts: int) -> list[str]:
-    replicate, shard = data_parallel_degree(config, world_size)
-    processes = f"{world_size} processes (nodes x processes per node)"
-    if config.parallelism.data_parallel_shard_degree == -1 and world_size % replicate:
-        return [
-            f"parallelism.data_parallel_replicate_degree = {replicate}: must divide the {processes}; "
-            f"{_choices(world_size)}"
-        ]
-    if replicate * shard != world_size:
-        return [
-            f"parallelism.data_parallel_shard_degree = {shard}: data_parallel_replicate_degree x it = {replicate} x "
-            f"{shard} = {replicate * shard}, but there are {processes}; start {replicate * shard}, or choose -1 for "
-            "all that are left"
-        ]
-    found = []
-    ep = config.parallelism.expert_parallel_degree
-    wholes = {"data_parallel_shard_degree": shard, "model.num_experts": num_experts}
-    if undivided := [f"{name} = {whole}" for name, whole in wholes.items() if whole % ep]:
-        found.append(
-            f"parallelism.expert_parallel_degree = {ep}: must divide {' and '.join(undivided)}; "
-            f"{_choices(math.gcd(shard, num_experts))}"
-        )
-    local, batch = config.training.local_batch_size, config.training.global_batch_size
-    smallest = local * replicate * shard
-    if batch != -1 and (batch < 1 or batch % smallest):
-        above = max(batch // smallest + 1, 1) * smallest
-        below = f"{above - smallest} or " if above > smallest else ""
-        found.append(
-            f"training.global_batch_size = {batch}: must be a multiple of local_batch_size x data-parallel degree = "
-            f"{local} x {replicate * shard} = {smallest}; choose {below}{above}, or -1 for the smallest"
-        )
     return found
 
 
@@ -181,7 +155,7 @@ def _moe(config: Config) -> list[str]:
     per_node = moe.ranks_per_node
     if per_node is not None and per_node >= 1 and ep > 1 and ep % per_node:
         found.append(
-            f"moe.ranks_per_node = {per_node}: must divide parallelism.expert_parallel_degree = {ep}; {_choices(ep)}"
+            f"moe.ranks_per_node = {per_node}: must divide parallelism.expert_parallel_degree = {ep}; {choices(ep)}"
         )
     if per_node is not None and (moe.dispatcher in ("local", "alltoall") or ep == 1):
         found.append(
@@ -191,9 +165,12 @@ def _moe(config: Config) -> list[str]:
     return found
 
 
-def _choices(whole: int) -> str:
-    small = [d for d in range(1, math.isqrt(whole) + 1) if whole % d == 0]
-    return f"choose one of {', '.join(map(str, sorted({*small, *(whole // d for d in small)})))}"
+def _recompute(config: Config) -> list[str]:
+    compiles = config.compile.enable and "model" in config.compile.components
+    problem = recompute_facts.problem(
+        config.activation_checkpoint.mode, config.activation_checkpoint.recompute, compiles
+    )
+    return [problem] if problem else []
 
 
 def _lengths(config: Config, max_seq_len: int) -> list[str]:
@@ -204,9 +181,13 @@ def _lengths(config: Config, max_seq_len: int) -> list[str]:
             f"training.seq_len = {seq_len}: longer than the rotary table, model.max_seq_len = {max_seq_len}; shorten "
             "the one or lengthen the other"
         )
-    if seq_len % num_chunks:
-        fewer = next(d for d in range(min(num_chunks, seq_len), 0, -1) if seq_len % d == 0)
-        found.append(f"loss.num_chunks = {num_chunks}: must divide training.seq_len = {seq_len}; for example {fewer}")
+    tokens, cp = tokens_per_sequence(config), config.parallelism.context_parallel_degree
+    if tokens % num_chunks and seq_len % cp == 0:
+        fewer = next(d for d in range(min(num_chunks, tokens), 0, -1) if tokens % d == 0)
+        whole = f"training.seq_len = {seq_len}"
+        if cp > 1:
+            whole = f"training.seq_len / context_parallel_degree = {seq_len} / {cp} = {tokens}"
+        found.append(f"loss.num_chunks = {num_chunks}: must divide {whole}; for example {fewer}")
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
     if total_steps is not None and total_steps < steps:
         found.append(

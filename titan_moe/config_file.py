@@ -1,117 +1,132 @@
-"""Reads a TOML file and command-line overrides into a `config.Config`, strictly, and prints it back.
+"""Reads a TOML file, the files it is based on, and command-line overrides into a `config.Config`, strictly.
 
-Everything here works on dotted paths such as "training.dataloader.num_workers": the schema flattened to `LEAVES`, the
-file and the overrides flattened to values. So one converter checks both, and a path in a message is what follows `--`.
-All problems are reported together: `load` lists what does not match the schema; for what matches it, `check` (in
-config_check.py) lists what does not fit together. Imports neither torch nor torchtitan.
+Everything is flattened to dotted keys such as "training.dataloader.num_workers", each with the place it came from. So
+one checker serves files and overrides, a key in a message is what follows `--`, and a file may be laid over its base
+key by key: a list replaces the base's list. All problems are reported together: `read` lists what does not match the
+schema; for what matches it, `check` (in config_check.py) lists what does not fit together, and `Loaded.located` says
+where that is written. Imports neither torch nor torchtitan.
 """
 
-import difflib
-import json
-from dataclasses import MISSING, fields, is_dataclass
-from operator import attrgetter
-from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_origin
 
 import tomli
 
+from titan_moe import titan02, toml_text
 from titan_moe.config import Config
 from titan_moe.config_check import check, data_parallel_degree, gradient_accumulation_steps, model_flavor
+from titan_moe.config_keys import LEAVES, SECTIONS, build, converted, not_none, printable, shown, unknown, wrong
+from titan_moe.config_print import literal, to_toml
+from titan_moe.mistakes import ConfigError
 
 __all__ = [
+    "LEAVES",
+    "SECTIONS",
     "ConfigError",
     "check",
     "data_parallel_degree",
     "gradient_accumulation_steps",
     "load",
     "model_flavor",
-    "parse_arguments",
     "raise_on_problems",
+    "read",
     "to_toml",
 ]
 
 USAGE = "usage: ./run_train.sh CONFIG.toml [--section.key=value ...]"
+COMMAND_LINE = "command line"
 
-# Keys that torchtitan users still have in their files: torchtitan's own renames, and keys that we folded into another.
-RENAMED = {
-    "checkpoint.enable_checkpoint": "checkpoint.enable",
-    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
-    "debug.moe_force_load_balance": "moe.force_balance",
-    "job.print_args": "job.print_config",
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "model.tokenizer_path": "model.hf_assets_path",
-    "training.batch_size": "training.local_batch_size",
-    "training.compile": "compile.enable",
-    "training.dataset_path": "training.dataset",
-    "training.deterministic": "debug.deterministic",
-    "training.seed": "debug.seed",
-    "validation.dataset_path": "validation.dataset",
+# A degree or a size decides over more keys than a message about them names.
+ENTANGLED = {
+    "parallelism": ("parallelism.", "moe.", "training.local_batch_size", "training.global_batch_size"),
+    "model": ("model.", "moe.", "parallelism."),
 }
 
 
-class ConfigError(ValueError):
-    """Everything wrong with one configuration, listed under the name of its file."""
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A configuration and what there is to say about it."""
 
-    def __init__(self, name: str, problems: list[str]) -> None:
-        super().__init__(name, problems)
-        self.name, self.problems = name, problems
+    config: Config
+    file: str
+    origins: dict[str, str]
+    """Where each key was set, as "run.toml:3" or "command line"; a key at its default has none"""
+    problems: list[str]
+    """What does not match the schema, each with its place; `config` has defaults in its stead"""
+    notes: list[str]
+    """What is ignored, or means something else than in torchtitan 0.2"""
+    suspects: frozenset[str]
+    """Keys whose value here is not what was meant"""
 
-    def __str__(self) -> str:
-        return "".join([f"{self.name}:", *(f"\n    {problem}" for problem in self.problems)])
+    def located(self, problems: list[str]) -> list[str]:
+        """Problems of `check`, each behind the place where its first key is set, with those of its other keys at the
+        end. What may only follow from a mistake reported already is left out."""
+        doubtful = [*self.suspects]
+        for suspect in self.suspects:
+            doubtful += ENTANGLED.get(suspect.partition(".")[0], ())
+        found = []
+        for problem in problems:
+            keys = mentioned(problem)
+            if any(key.startswith(doubt) for key in keys for doubt in doubtful):
+                continue
+            is_set = [key for key in keys if key in self.origins]
+            others = [f"{key}: {self.origins[key]}" for key in is_set[1:]]
+            if is_set and is_set[0] != keys[0]:
+                others.insert(0, f"{keys[0]}: default")
+            place = f"{self.origins[is_set[0]]}: " if is_set else ""
+            found.append(f"{place}{problem}" + (f" ({', '.join(others)})" if others else ""))
+        return found
 
 
-def _leaves(cls: type, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, hint in get_type_hints(cls).items():
-        nested = isinstance(hint, type) and is_dataclass(hint)
-        found |= _leaves(hint, f"{prefix}{name}.") if nested else {prefix + name: hint}
-    return found
-
-
-LEAVES = _leaves(Config)
-"""Type of every key, by its dotted path"""
-
-SECTIONS = list(dict.fromkeys(path.rpartition(".")[0] for path in LEAVES))
-"""Every section, "training.dataloader" too"""
+def mentioned(problem: str) -> list[str]:
+    """The keys that a message names, in its order: in full, or by their last part where that tells them apart."""
+    last = [key.rpartition(".")[2] for key in LEAVES]
+    short = {name: key for name, key in zip(last, LEAVES) if "_" in name and last.count(name) == 1}
+    words = re.findall(r"[a-z0-9_]+(?:\.[a-z0-9_]+)*", problem)
+    keys = (word if word in LEAVES else short.get(word) for word in words)
+    return list(dict.fromkeys(key for key in keys if key))
 
 
 def load(argv: list[str]) -> Config:
-    """The configuration that `argv`, the words after `train.py`, asks for: `CONFIG.toml [--section.key=value ...]`.
+    """The configuration that `argv`, the words after `train.py`, asks for: `CONFIG.toml [--section.key=value ...]`."""
+    loaded = read(argv)
+    if loaded.problems:
+        raise ConfigError(loaded.file, loaded.problems)
+    return loaded.config
+
+
+def raise_on_problems(config: Config, world_size: int, *, accelerator: bool = False) -> None:
+    """A ConfigError if something does not fit together when `world_size` processes train `config`."""
+    if problems := check(config, world_size, accelerator=accelerator):
+        raise ConfigError(f"configuration for {world_size} processes", problems)
+
+
+def read(argv: list[str]) -> Loaded:
+    """As `load`, but with all that there is to say; raises only when `argv` names no file.
 
     An override is `--section.key=value`, `--section.key value`, or for booleans `--section.key` (torchtitan's
-    `--section.no_key` for false). The last one of a key counts, and the command line counts more than the file.
+    `--section.no_key` for false). The last one of a key counts, the command line counts more than the file, and the
+    file more than its base.
     """
-    path, overrides, problems = parse_arguments(argv)
-    values: dict[str, Any] = {}
-    _flatten(_read(path), "", values, problems)
+    file, overrides, problems = parse_arguments(argv)
+    reading = _Reading()
+    reading.file(file)
+    reading.problems += [f"{COMMAND_LINE}: {problem}" for problem in problems]
     for key, raw in overrides:
-        section, _, last = key.rpartition(".")
-        if raw is None and last.startswith("no_") and LEAVES.get(f"{section}.{last[3:]}") is bool:
-            key, raw = f"{section}.{last[3:]}", "false"
-        if raw is None and LEAVES.get(key) is bool:
-            raw = "true"
-        if key in SECTIONS:
-            problems.append(f"--{key}: is a section; write --{key}.KEY=VALUE")
-        elif key not in LEAVES:
-            problems.append(f"--{key}: {_unknown(key)}")
-        elif raw is None:
-            problems.append(f"--{key}: needs a value")
-        else:
-            try:
-                values[key] = _convert(_parse(raw, LEAVES[key]), LEAVES[key])
-            except ValueError as error:
-                problems.append(f"--{key}={raw}: {error}")
-    if problems:
-        raise ConfigError(path, problems)
-    config: Config = _build(Config, "", values)
-    return config
-
-
-def raise_on_problems(config: Config, world_size: int) -> None:
-    """A ConfigError if something does not fit together when `world_size` processes train `config`."""
-    if problems := check(config, world_size):
-        raise ConfigError(f"configuration for {world_size} processes", problems)
+        reading.override(key, raw)
+    for key, value in reading.values.items():
+        if refusal := titan02.refusal(key, value):
+            reading.problem(reading.origins[key], refusal, suspect=key)
+    return Loaded(
+        config=build(reading.values),
+        file=file,
+        origins=reading.origins,
+        problems=reading.problems,
+        notes=reading.notes + (reading.differences if reading.foreign else []),
+        suspects=frozenset(reading.suspects),
+    )
 
 
 def parse_arguments(argv: list[str]) -> tuple[str, list[tuple[str, str | None]], list[str]]:
@@ -121,6 +136,9 @@ def parse_arguments(argv: list[str]) -> tuple[str, list[tuple[str, str | None]],
         files.append(rest.pop(0))
     while rest:
         word = rest.pop(0)
+        if not word.startswith("-") and word.endswith(".toml"):
+            files.append(word)
+            continue
         if not word.startswith("--"):
             problems.append(f"{word!r}: unexpected; overrides are written --section.key=value")
             continue
@@ -135,173 +153,161 @@ def parse_arguments(argv: list[str]) -> tuple[str, list[tuple[str, str | None]],
     if not files:
         raise ConfigError("no configuration file", [USAGE])
     if len(files) > 1:
-        problems.append(f"{len(files)} configuration files ({', '.join(files)}): give one")
+        problems.append(f"{len(files)} configuration files ({', '.join(files)}): give one, which may name a base")
     return files[0], overrides, problems
 
 
-def _read(path: str) -> dict[str, Any]:
-    try:
-        # -sig: some editors put a byte order mark in front, which TOML does not know.
-        return tomli.loads(Path(path).read_bytes().decode("utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(path, [f"cannot be read: {error.strerror}"]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(path, [f"is not UTF-8 text: {error.reason} at byte {error.start}"]) from error
-    except ValueError as error:  # TOMLDecodeError, or int() on thousands of digits
-        raise ConfigError(path, [f"is not valid TOML: {error}"]) from error
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """A file, or the command line."""
+
+    name: str
+    lines: dict[toml_text.KeyPath, int] = field(default_factory=dict)
+    seen: dict[str, str] = field(default_factory=dict)  # where it sets which key
+
+    def place(self, path: toml_text.KeyPath = ()) -> str:
+        """Where it has a key, as editors and terminals open it; without a line when that is not known."""
+        return f"{self.name}:{self.lines[path]}" if path in self.lines else self.name
 
 
-def _flatten(table: dict[str, Any], prefix: str, values: dict[str, Any], problems: list[str]) -> None:
-    """Put the keys of a TOML table into `values`, and what is wrong with them into `problems`."""
-    for key, value in table.items():
-        path = prefix + key
-        if path in SECTIONS and isinstance(value, dict):
-            _flatten(value, f"{path}.", values, problems)
-        elif path in SECTIONS:
-            problems.append(f"{path} = {value!r}: is a section; write [{path}]")
-        elif path not in LEAVES:
-            problems.append(_unknown(path, is_table=isinstance(value, dict)))
+class _Reading:
+    """What has been read so far, from the file that was named outwards to its bases, then from the command line."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.differences: list[str] = []  # notes that only who comes from torchtitan needs
+        self.foreign = False  # whether a key was seen that only torchtitan has
+        self.suspects: set[str] = set()
+
+    def file(self, name: str) -> None:
+        """Read a file and its bases. A key that is set already stays: the nearer file counts more."""
+        chain: list[str] = []
+        at = ""  # where the file is named
+        while True:
+            if any(os.path.realpath(name) == os.path.realpath(other) for other in chain):
+                self.problems.append(f"{at}goes round in a circle, {' -> '.join([*chain, name])}")
+                return
+            chain.append(name)
+            try:
+                table, lines = toml_text.read(name)
+            except ValueError as problem:
+                self.problems.append(f"{at}{problem}")
+                self.suspects |= LEAVES.keys()  # with a file missing, any value may be another than was meant
+                return
+            source = _Source(name=name, lines=lines)
+            base = table.pop("base", None)
+            self.table(table, (), source)
+            if base is None:
+                return
+            at = f"{source.place(('base',))}: base = {shown(base)}: "
+            if not isinstance(base, str) or not base or not base.isprintable():
+                self.problems.append(f"{at}must name one other file")
+                return
+            name = os.path.join(os.path.dirname(name), os.path.expanduser(base))
+
+    def table(self, table: dict[str, Any], parents: tuple[str, ...], source: _Source) -> None:
+        for name, value in table.items():
+            path, key = (*parents, name), ".".join((*parents, name))
+            place = source.place(path)
+            if "." in name or not name:  # in quotes: it would pass for the path that it looks like
+                hint = f" (without the quotes it is {key})" if key in LEAVES or key in SECTIONS else ""
+                self.problem(place, f"unknown key {'.'.join((*parents, literal(name)))}{hint}", suspect=key)
+            elif isinstance(value, dict) and (key in SECTIONS or titan02.has_section(key)):
+                self.table(value, path, source)
+            elif key in SECTIONS:
+                self.problem(place, f"{key} = {shown(value)}: is a section; write [{key}]")
+                self.suspects |= {leaf for leaf in LEAVES if leaf.startswith(f"{key}.")}
+            elif key in LEAVES or titan02.is_foreign(key):
+                self.take(key, value, source, path)
+            elif name == "base":
+                self.problem(place, f"unknown key {key} (base stands at the top of a file, before its first section)")
+            else:
+                self.unknown(place, key, is_table=isinstance(value, dict))
+
+    def override(self, key: str, raw: str | None) -> None:
+        """Take `--key=raw`, or `--key` with raw None."""
+        section, _, last = key.rpartition(".")
+        positive = f"{section}.{last.removeprefix('no_')}"
+        if raw is None and positive != key and (LEAVES.get(positive) is bool or titan02.is_foreign(positive)):
+            key, raw = positive, "false"
+        written = printable(f"--{key}" if raw is None else f"--{key}={raw}")
+        if raw is None and (LEAVES.get(key) is bool or titan02.is_foreign(key)):
+            raw = "true"
+        if key in SECTIONS:
+            self.problem(COMMAND_LINE, f"--{key}: is a section; write --{key}.KEY=VALUE")
+        elif key == "base":
+            self.problem(COMMAND_LINE, f'{written}: is for files; write base = "OTHER.toml" at the top of one')
+        elif key not in LEAVES and not titan02.is_foreign(key):
+            self.unknown(f"{COMMAND_LINE}: --{printable(key)}", key)
+        elif raw is None:
+            self.problem(COMMAND_LINE, f"--{key}: needs a value", suspect=key)
         else:
             try:
-                values[path] = _convert(value, LEAVES[path])
-            except ValueError as error:
-                problems.append(f"{path} = {value!r}: {error}")
+                value = _parse(raw, LEAVES.get(key))
+            except UnicodeEncodeError:  # bytes that are not UTF-8 arrive as lone surrogates, which no TOML can hold
+                self.problem(COMMAND_LINE, f"{written}: is not UTF-8 text", suspect=key)
+            else:
+                self.take(key, value, _Source(name=COMMAND_LINE), written=written)
 
+    def take(self, key: str, value: Any, source: _Source, path: toml_text.KeyPath = (), written: str = "") -> None:
+        """Take one value of a key of ours or of torchtitan's; `written` is how the command line has it."""
+        place, overrides = source.place(path), bool(written)
+        start = f"{written}: " if overrides else ""
+        foreign = titan02.is_foreign(key)
+        # A value of the right type may still be overridden, so `read` asks again about what is left in the end.
+        if (refusal := titan02.refusal(key, value)) and (foreign or any(wrong(value, LEAVES[key]))):
+            self.problem(place, f"{start}{refusal}", suspect=titan02.leads_to(key))
+            return
+        self.foreign = self.foreign or foreign
+        if note := titan02.note(key, value):
+            (self.notes if foreign else self.differences).append(f"{place}: {note}")
+        if foreign:
+            pair = titan02.translation(key, value)
+            if pair is None:
+                return
+            self.notes.append(f"{place}: {key} = {shown(value)} is taken for {pair[0]} = {literal(pair[1])}")
+            key, value = pair
+        for at, message in wrong(value, LEAVES[key]):
+            element = value
+            for i in at:
+                element = element[i]
+            inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in at)
+            start = f"{key}{inner} = {shown(element)}" if at or not written else ""
+            start = ": ".join(filter(None, (written, start)))
+            self.problem(source.place((*path, *at)), f"{start}: {message}", suspect=key)
+        if key in source.seen:
+            self.problem(place, f"{key}: is already set, in {source.seen[key]}; keep one", suspect=key)
+        source.seen[key] = place
+        if key not in self.suspects and (overrides or key not in self.values):
+            self.values[key], self.origins[key] = converted(value, LEAVES[key]), place
 
-def _unknown(path: str, is_table: bool = False) -> str:
-    """Says that a path is not in the schema, and what may have been meant."""
-    if path in RENAMED:
-        return f"{path} was renamed to {RENAMED[path]}"
-    section, _, key = path.rpartition(".")
-    hints = []
-    if is_table or section not in ("", *SECTIONS):
-        what, written = "section", path if is_table else section
-        hints += [f"did you mean [{near}]?" for near in _near(written, SECTIONS)]
-        written = f"[{written}]"
-    else:
-        what, written = "key", path
-        here = [leaf for leaf in LEAVES if leaf.rpartition(".")[0] == section]
-        hints += [f"did you mean {near}?" for near in _near(path, here)]
-    homes = [f"[{s}]" for s, _, name in (leaf.rpartition(".") for leaf in LEAVES) if name == key]
-    if homes and not is_table:
-        hints.append(f"{key} lives in section {' or '.join(homes)}")
-    return f"unknown {what} {written}" + (f" ({' '.join(hints)})" if hints else "")
+    def unknown(self, place: str, key: str, is_table: bool = False) -> None:
+        section_known = titan02.has_section(key.rpartition(".")[0])
+        message, meant = unknown(printable(key), is_table, section_known)
+        self.problem(place, message, suspect=meant)
 
-
-def _near(path: str, known: list[str]) -> list[str]:
-    """The path among `known` whose last part is most like that of `path`, if one is. Words that both have do not count,
-    or tensor_parallel_degree, which we lack, would pass for a misspelt expert_parallel_degree."""
-    ours = path.rpartition(".")[2].split("_")
-
-    def likeness(other: str) -> float:
-        theirs = other.rpartition(".")[2].split("_")
-        only_ours, only_theirs = [w for w in ours if w not in theirs], [w for w in theirs if w not in ours]
-        a, b = (only_ours, only_theirs) if only_ours and only_theirs else (ours, theirs)
-        return difflib.SequenceMatcher(None, "_".join(a), "_".join(b)).ratio()
-
-    return [best for best in sorted(known, key=likeness)[-1:] if likeness(best) >= 0.6]
-
-
-def _not_none(hint: Any) -> Any:
-    """The X of `X | None`; any other type as it is."""
-    return get_args(hint)[0] if NoneType in get_args(hint) else hint
+    def problem(self, place: str, message: str, suspect: str | None = None) -> None:
+        self.problems.append(f"{place}: {message}")
+        self.suspects |= {suspect} if suspect else set()
 
 
 def _parse(raw: str, hint: Any) -> Any:
     """A value from the command line as TOML would have given it, or as it is where it is no TOML."""
-    raw.encode()  # bytes that are not UTF-8 arrive as lone surrogates, which no TOML file can hold: a ValueError
-    if hint != _not_none(hint) and raw.lower() == "none":
-        return None
-    hint = _not_none(hint)
+    raw.encode()  # a UnicodeEncodeError for lone surrogates
+    if hint != not_none(hint) and raw.lower() == "none":
+        return "none"
+    hint = not_none(hint)
     if hint is str:
         return raw
-    if hint is bool and raw.lower() in ("true", "false"):
+    if hint in (bool, None) and raw.lower() in ("true", "false"):
         return raw.lower() == "true"
     if get_origin(hint) is list and not raw.startswith("["):
         return [_parse(part.strip(), get_args(hint)[0]) for part in raw.split(",") if part.strip()]
     try:
         table = tomli.loads(f"value = {raw}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return raw
     return table["value"] if table.keys() == {"value"} else raw  # a line break in raw can begin a second key
-
-
-def _convert(value: Any, hint: Any) -> Any:
-    """The value as the schema wants it, or a ValueError with what it wants. None comes only from `_parse`."""
-    if value is None:
-        return None
-    hint = _not_none(hint)
-    if get_origin(hint) is Literal:
-        if value in get_args(hint):
-            return value
-        choices = {choice.lower(): choice for choice in get_args(hint)}
-        near = difflib.get_close_matches(str(value).lower(), choices, n=1)
-        meant = f" (did you mean {choices[near[0]]!r}?)" if near else ""
-        raise ValueError(f"choose from {', '.join(map(repr, choices.values()))}{meant}")
-    if get_origin(hint) is list:
-        if not isinstance(value, list):
-            raise ValueError(f"expected list, got {type(value).__name__}")
-        return [_convert(element, get_args(hint)[0]) for element in value]
-    if is_dataclass(hint):
-        return _table(value, hint)
-    if hint is float and type(value) is int:
-        return float(str(value))  # through str: float() of an integer beyond its range raises, this is inf
-    if type(value) is not hint:  # not isinstance: a bool is an int there
-        raise ValueError(f"expected {hint.__name__}, got {type(value).__name__}")
-    return value
-
-
-def _table(value: Any, cls: Any) -> Any:
-    """One entry of an array of tables."""
-    if not isinstance(value, dict):
-        raise ValueError(f"expected table, got {type(value).__name__}")
-    hints, found, problems = get_type_hints(cls), {}, []
-    for key, element in value.items():
-        if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1)
-            problems.append(f"unknown key {key}" + (f" (did you mean {near[0]}?)" if near else ""))
-            continue
-        try:
-            found[key] = _convert(element, hints[key])
-        except ValueError as error:
-            problems.append(f"{key} = {element!r}: {error}")
-    needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-    problems += [f"needs {name}" for name in needed if name not in value]
-    if problems:
-        raise ValueError("; ".join(problems))
-    return cls(**found)
-
-
-def _build(cls: type, prefix: str, values: dict[str, Any]) -> Any:
-    arguments = {}
-    for name, hint in get_type_hints(cls).items():
-        path = prefix + name
-        if path in SECTIONS:
-            arguments[name] = _build(hint, f"{path}.", values)
-        elif path in values:
-            arguments[name] = values[path]
-    return cls(**arguments)
-
-
-def to_toml(config: Config) -> str:
-    """TOML that reads back as an equal Config. Unset (None) keys are left out."""
-
-    def literal(value: Any) -> str:
-        if isinstance(value, list):
-            return f"[{', '.join(map(literal, value))}]"
-        if is_dataclass(value):
-            pairs = {f.name: getattr(value, f.name) for f in fields(value)}
-            return f"{{{', '.join(f'{k} = {literal(v)}' for k, v in pairs.items() if v is not None)}}}"
-        if isinstance(value, float):
-            return repr(value)  # the shortest text that reads back equal; json would write Infinity
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON is TOML but for DEL
-
-    lines = []
-    for section in SECTIONS:
-        lines.append(f"[{section}]")
-        for path in LEAVES:
-            parent, _, key = path.rpartition(".")
-            if parent == section and (value := attrgetter(path)(config)) is not None:
-                lines.append(f"{key} = {literal(value)}")
-        lines.append("")
-    return "\n".join(lines)

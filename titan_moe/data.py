@@ -43,6 +43,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_moe.config import Config
+from titan_moe.config_check import microbatch_size
 from titan_moe.mixture import Mixture, Shard
 from titan_moe.packing import State
 from titan_moe.sources.listing import Source
@@ -244,7 +245,7 @@ def build_dataloaders(
     config: Config, listing: Listing, tokenizer: Tokenizer, dp_rank: int, dp_degree: int
 ) -> tuple[PackedDataLoader, PackedDataLoader | None]:
     """The loaders of [training] and, where enabled, [validation]."""
-    batch = config.training.local_batch_size
+    batch = microbatch_size(config)
     build = partial(
         build_dataloader, config, tokenizer=tokenizer, dp_rank=dp_rank, dp_degree=dp_degree, local_batch_size=batch
     )

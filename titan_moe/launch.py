@@ -1,7 +1,9 @@
 """`python -m titan_moe.launch CONFIG.toml [--section.key=value ...]`: what run_train.sh asks before it calls torchrun.
 
 Every mistake is so named once, not once per rank, and costs no process group. Exit status 2 with the mistakes on
-stderr, or 0 with the run id on stdout, for the shell to export as RUN_ID. Imports no torch.
+stderr, or 0 with the run id on stdout, for the shell to export as RUN_ID. With `--print_config` it prints the resolved
+configuration instead, each value with the place it comes from, and nothing is checked but the configuration itself.
+Imports no torch, so the shell also tells how many GPUs there are (GPUS in the environment).
 """
 
 import hashlib
@@ -11,28 +13,48 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_moe import config_file, run_folder
+from titan_moe import config_file, config_help, run_folder
 from titan_moe.config import Config
-from titan_moe.config_file import ConfigError
+from titan_moe.config_file import ConfigError, Loaded
+from titan_moe.config_keys import get
 from titan_moe.preflight import data_problems
+
+NEEDS_GPU = {"checkpoint.async_mode": ("async_with_pinned_mem",)}
+"""Values that only a GPU can do. Backends and number types that need one join here when they are built in"""
 
 
 def main(argv: list[str], env: Mapping[str, str]) -> int:
+    if "--help" in argv:
+        return config_help.main(argv[argv.index("--help") + 1 :])
+    printing = {"--print_config", "--print-config"} & {*argv}
+    argv = [word for word in argv if word not in printing]
     try:
-        config = config_file.load(argv)
-        path, _, _ = config_file.parse_arguments(argv)
+        loaded = config_file.read(argv)
+        for note in loaded.notes:
+            print(f"note: {note}", file=sys.stderr)
+        if printing:
+            return _print_config(loaded)
         problems: list[str] = []
         nodes = _count(env, "NNODES", problems)
         world_size = nodes * _count(env, "NGPU", problems)
-        run_id = _run_id(env, nodes, path, argv, problems)
+        gpus = env.get("GPUS", "0") != "0"
+        run_id = _run_id(env, nodes, loaded.file, argv, problems)
+        checked = []
         if world_size:
-            problems += config_file.check(config, world_size)
-        folder = run_folder.choose(config, {"RUN_ID": run_id})
-        problems += data_problems(config, folder) + _checkpoints(config, folder)
-        if reason := run_folder.refusal(folder, run_id, resume=config.checkpoint.enable):
-            problems.append(reason)
+            checked += config_file.check(loaded.config, world_size, accelerator=gpus)
+        checked += [] if gpus else _hardware(loaded.config)
+        try:
+            folder = run_folder.choose(loaded.config, {"RUN_ID": run_id})
+            heads = {problem.split(": ")[0] for problem in checked}  # said before: one mistake, one line
+            found = _named(loaded.config, data_problems(loaded.config, folder))
+            checked += [problem for problem in found if problem.split(": ")[0] not in heads]
+            checked += _checkpoints(loaded.config, folder)
+            taken = run_folder.refusal(folder, run_id, resume=loaded.config.checkpoint.enable)
+        except ValueError as error:
+            folder, taken = Path(), str(error)
+        problems = loaded.problems + problems + loaded.located([*checked, *([taken] if taken else [])])
         if problems:
-            raise ConfigError(path, problems)
+            raise ConfigError(loaded.file, problems)
     except (ConfigError, OSError) as error:  # OSError: a run folder that cannot even be looked at
         print(error, file=sys.stderr)
         return 2
@@ -41,8 +63,38 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
     return 0
 
 
+def _print_config(loaded: Loaded) -> int:
+    if loaded.problems:
+        raise ConfigError(loaded.file, loaded.problems)
+    text = config_file.to_toml(loaded.config, loaded.origins)
+    sys.stdout.buffer.write(text.encode())  # as TOML is, whatever the locale
+    sys.stdout.flush()
+    return 0
+
+
+def _hardware(config: Config) -> list[str]:
+    """What the configuration asks of a GPU, for a machine that has none."""
+    return [
+        f'{key} = "{get(config, key)}": needs a GPU, and this machine shows none to nvidia-smi'
+        for key, values in NEEDS_GPU.items()
+        if get(config, key) in values
+    ]
+
+
+def _named(config: Config, problems: list[str]) -> list[str]:
+    """Problems of a data set with the key that names it, so that its line can be told."""
+    key = "training.mixture: " if config.training.mixture else "training."
+    own = f'dataset = "{config.validation.dataset}":' if config.validation.dataset else "no data set"
+    return [
+        f"{'validation.' if problem.startswith(own) else key}{problem}" if problem.startswith("dataset = ") else problem
+        for problem in problems
+    ]
+
+
 def _checkpoints(config: Config, folder: Path) -> list[str]:
     """What is wrong with the checkpoints that the run is to start from."""
+    if not config.checkpoint.enable:  # nothing is loaded, and config_check says so
+        return []
     start, step, found = config.checkpoint.initial_load_path, config.checkpoint.load_step, []
     if start and not Path(start).is_dir():
         found.append(f"checkpoint.initial_load_path = {start!r}: is no folder; name a checkpoint's step-N folder")

@@ -46,7 +46,7 @@ class Metrics:
         self._restart_interval()
 
     def _restart_interval(self) -> None:
-        self.tokens = self.steps = 0
+        self.tokens, self.steps = 0.0, 0
         self.data_seconds = self.other_seconds = 0.0
         self.interval_started = time.perf_counter()
 
@@ -63,7 +63,7 @@ class Metrics:
         yield
         self.other_seconds += time.perf_counter() - start
 
-    def count(self, tokens: int) -> None:
+    def count(self, tokens: float) -> None:
         """One more optimizer step, over `tokens` tokens of this rank."""
         self.tokens += tokens
         self.steps += 1

@@ -8,6 +8,9 @@ set the sharding of every node, replaces some of them and builds the modules on 
 | FlexAttention (CPU only)   | DenseAttention             | FlexAttention has no backward on a CPU                 |
 | MoE, RoutedExperts and     | moe.layer: FusedMoE,       | the MoE region: plan, dispatch, experts, combine; load |
 | GroupedExperts, router     | FusedRoutedExperts, ...    | counts, auxiliary losses, fp32 router logits           |
+| DeepSeekV3Model            | Model                      | MTP layers too leave the head to the loss              |
+| Attention, norms,          | block: LatentAttention,    | names for what backward can make again instead of      |
+| FeedForward                | Norm, SwiGLU, SharedExpert | keeping it                                             |
 
 `init_weights` gives every parameter the same values on every mesh: see its docstring.
 """
@@ -17,23 +20,30 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from titan_moe.runtime import DEVICE_TYPE
 
+import spmd_types as spmd
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_redistribute_per_axis
 from torchtitan.models import deepseek_v3
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_sequence_parallel_placement
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
+from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
+from torchtitan.models.deepseek_v3.mtp import roll_mtp_sequence
 from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import set_default_dtype
 
+from titan_moe.attention import DenseAttention
+from titan_moe.block import mark
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor, sequences_per_step
 from titan_moe.moe.layer import choose_experts, fuse
@@ -43,11 +53,46 @@ from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 # larger one seeds less often; it is part of what the initial weights are, so it must never change.
 INIT_BLOCK_ELEMENTS = 2**20
 
-# Forward and backward in bf16, padded over plain: 1.8 times as long at 128 tokens, equal at 256, 0.4 times at 1,024.
-PAD_FROM_LENGTH = 256
+
+GATHERED_TO_SEQUENCE_PARALLEL: tuple[Any, Any] = (
+    dense_activation_placement(tp=spmd.R).per_axis_spmd_types(),
+    dense_sequence_parallel_placement().per_axis_spmd_types(),
+)
 
 
-def model_config(config: Config) -> DeepSeekV3Model.Config:
+class Model(DeepSeekV3Model):
+    """torchtitan's DeepSeek-V3, whose multi-token prediction (MTP) layers can leave the head to the loss.
+
+    In training with MTP layers it returns hidden states [main, depth 1, depth 2, ...], each after its own norm, and
+    never logits. Everything else, evaluation included, computes and returns what torchtitan's model without them would.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DeepSeekV3Model.Config):
+        pass
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None, attention_masks=None):
+        if self.mtp_layers is None or not self.training:
+            return Decoder.forward(self, tokens, positions, attention_masks)
+        assert self.tok_embeddings is not None and self.norm is not None and self._skip_lm_head
+        h_BLD = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h_BLD = layer(h_BLD, attention_masks, positions)
+        outputs = [self.norm(h_BLD)]
+        for depth, layer in enumerate(self.mtp_layers, start=1):
+            # The token that this depth is told: the one `depth` further on, while that is in the same document.
+            tokens_BL, known_BL = roll_mtp_sequence(
+                tokens, shift=depth, positions=positions, fill_value=0, return_valid_mask=True
+            )
+            # Embedded anew: under sequence parallelism the rows of `h` that are further on may be another rank's.
+            h_BLD = layer(self.tok_embeddings(tokens_BL), h_BLD, known_BL, attention_masks, positions)
+            outputs.append(h_BLD)
+            # For the head, the layer's norm has gathered the sequence; the next layer wants its part again.
+            h_BLD = spmd_redistribute_per_axis(h_BLD, current_spmd_mesh(), *GATHERED_TO_SEQUENCE_PARALLEL)
+        return outputs
+
+
+def model_config(config: Config) -> Model.Config:
     """torchtitan's config tree for this model, our nodes and the sharding of every node in it.
 
     The private names are torchtitan's initializers and layer builder: they hold the initialization recipe of its
@@ -92,7 +137,15 @@ def model_config(config: Config) -> DeepSeekV3Model.Config:
         non_blocking_capacity_factor=None,
         rope=rope,
     )
-    tree = DeepSeekV3Model.Config(
+    mtp_layers = deepseek_v3._build_mtp_layers(
+        cast(DeepSeekV3TransformerBlock.Config, layers[-1]), dim=f.dim, num_mtp_layers=f.num_mtp_layers
+    )
+    for layer in mtp_layers:
+        # torchtitan leaves these to torch's own initialization, which depends on the mesh.
+        layer.eh_proj.param_init = deepseek_v3._LINEAR_INIT
+        for norm in (layer.enorm, layer.hnorm, layer.mtp_norm):
+            norm.param_init = deepseek_v3._NORM_INIT
+    tree = Model.Config(
         vocab_size=f.vocab_size,
         dim=f.dim,
         tok_embeddings=Embedding.Config(
@@ -103,15 +156,17 @@ def model_config(config: Config) -> DeepSeekV3Model.Config:
             in_features=f.dim, out_features=f.vocab_size, param_init=deepseek_v3._output_linear_init(f.dim)
         ),
         layers=layers,
+        mtp_layers=mtp_layers,
     )
-    for layer in layers:
+    for layer in [*layers, *mtp_layers]:
         if DEVICE_TYPE == "cpu":
             layer.attention.inner_attention = DenseAttention.Config()
     set_deepseek_v3_sharding_config(tree, enable_sp=True, enable_ep=config.parallelism.expert_parallel_degree > 1)
-    for layer in layers:
+    for layer in [*layers, *mtp_layers]:
         if layer.moe is not None:
             layer.moe.load_balance_coeff = config.moe.load_balance_coeff or None
             layer.moe = fuse(layer.moe, **moe_settings(config))
+        mark(layer)
     return tree
 
 
@@ -134,53 +189,12 @@ def moe_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def build_model(config: Config) -> DeepSeekV3Model:
+def build_model(config: Config) -> Model:
     """The model on the meta device: shapes and dtypes, no memory."""
     with torch.device("meta"), set_default_dtype(getattr(torch, config.training.dtype)):
         model = model_config(config).build()
     model.verify_module_protocol()
     return model
-
-
-class DenseAttention(Module):
-    """Causal attention inside documents with a dense mask, for devices without FlexAttention's backward.
-
-    Letters: B batch, L sequence, N heads, H head width. MLA's value heads are narrower than its query heads, which
-    sends CPU attention down its plain path: logits of the whole sequence. Values padded with zeros to the query's width
-    take the tiled one, and the padding, being zero, is cut off the output again. It pays from PAD_FROM_LENGTH on.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        pass
-
-    def __init__(self, config: Config):
-        super().__init__()
-
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: torch.Tensor, scale: float | None = None):
-        v_width = v_BLNH.shape[-1]
-        if q_BLNH.shape[1] >= PAD_FROM_LENGTH:
-            v_BLNH = F.pad(v_BLNH, (0, q_BLNH.shape[-1] - v_width))
-        out_BNLH = F.scaled_dot_product_attention(
-            q_BLNH.transpose(1, 2),
-            k_BLNH.transpose(1, 2),
-            v_BLNH.transpose(1, 2),
-            attn_mask=attention_masks,
-            scale=scale,
-        )
-        return out_BNLH[..., :v_width].transpose(1, 2)
-
-
-def attention_masks(model: DeepSeekV3Model, positions_BL: torch.Tensor):
-    """What the model's attention needs to stay causal and inside documents; positions_BL is 0 where a document
-    begins."""
-    if DEVICE_TYPE != "cpu":
-        return model.get_attention_masks(positions=positions_BL)
-    length = positions_BL.shape[1]
-    document_BL = torch.cumsum(positions_BL == 0, dim=1)
-    same_document_BLL = document_BL.unsqueeze(2) == document_BL.unsqueeze(1)
-    causal_LL = torch.ones(length, length, dtype=torch.bool, device=positions_BL.device).tril()
-    return (same_document_BLL & causal_LL).unsqueeze(1)
 
 
 def init_weights(model: DeepSeekV3Model, seed: int) -> None:

@@ -1,5 +1,6 @@
 """Optimizer and learning-rate schedule through torchtitan's containers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ class Optimizers(OptimizersContainer):
         super().load_state_dict(to_stored_names(state_dict))
 
 
-def build_optimizers(config: Config, model: nn.Module, parallel_dims: ParallelDims) -> Optimizers:
+def build_optimizers(config: Config, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims) -> Optimizers:
     """Two parameter groups, without and with weight decay, and the balancer of the MoE layers."""
     o = config.optimizer
     shared = {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.eps}
@@ -43,12 +44,17 @@ def build_optimizers(config: Config, model: nn.Module, parallel_dims: ParallelDi
         ParamGroupConfig(pattern=pattern, optimizer_name=o.name, optimizer_kwargs={**shared, "weight_decay": decay})
         for pattern, decay in ((NO_WEIGHT_DECAY, 0.0), (".", o.weight_decay))
     ]
-    optimizers = Optimizers.Config(param_groups=groups, implementation=o.implementation).build(model_parts=[model])
+    optimizers = Optimizers.Config(param_groups=groups, implementation=o.implementation).build(
+        model_parts=list(model_parts)
+    )
     meshes = [parallel_dims.get_optional_mesh("loss")]
     if parallel_dims.ep_enabled and parallel_dims.tp > 1:
         meshes.append(parallel_dims.get_optional_mesh("tp"))  # with EP, ranks along TP route different tokens
     groups = [mesh.get_group() for mesh in meshes if mesh is not None]
-    optimizers.balancer = LoadBalancer(moe_layers(model), groups, centred=config.moe.load_balance_centred)
+    pp_mesh = parallel_dims.get_optional_mesh("pp")
+    pp_group = None if pp_mesh is None else pp_mesh.get_group()
+    layers = {name: moe for part in model_parts for name, moe in moe_layers(part).items()}
+    optimizers.balancer = LoadBalancer(layers, groups, pp_group, centred=config.moe.load_balance_centred)
     optimizers.register_step_pre_hook(optimizers.balancer.step)
     return optimizers
 

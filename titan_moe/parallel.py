@@ -1,49 +1,47 @@
-"""Parallelism: calls into torchtitan, plus what makes gradient accumulation and recompute cheap.
+"""Parallelism: calls into torchtitan.
 
-Order matters and is torchtitan's: shardings declared in the config tree, activation checkpointing, FSDP2, compile.
-
-Activation checkpointing repeats a block's forward inside backward, and token dispatch is what must not be repeated: the
-plan costs a host sync and an exchange of counts, the rows cost the wire. Both are ops (moe/dispatch.py), so that
-torchtitan's policies, which save by op, can keep what they return; recompute stops early, before combine, because
-nothing after it is needed again. `moe.redispatch` trades the kept rows back for traffic; the plan stays kept.
+Order matters and is torchtitan's: the model is cut into pipeline stages; then, for each, come the shardings declared in
+the config tree, activation checkpointing, FSDP2, compile.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from titan_moe.runtime import DEVICE_TYPE, prepare_for_backend
+from titan_moe.runtime import prepare_for_backend, titan_parallelism
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import CompileConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, parallelize_deepseekv3
 
 from titan_moe.config import Config
-from titan_moe.config_check import model_flavor
-from titan_moe.flavors import Flavor
-from titan_moe.moe.balance import balanced_random_ids
-from titan_moe.moe.dispatch import PLAN_OPS
-from titan_moe.moe.layer import choose_dispatcher, choose_experts
-from titan_moe.moe.layout import destinations
+from titan_moe.config_check import microbatches_per_step
+from titan_moe.pipeline import Pipeline
+from titan_moe.recompute import checkpointing
+
+NORMS_AND_ATTENTION = ["attention_norm", "attention", "ffn_norm"]
+MTP_PARTS = ["enorm", "hnorm", "eh_proj", "mtp_norm"]
 
 
-def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims) -> None:
-    """Shard, checkpoint and compile the meta-device model in place, as configured."""
-    redispatch = config.moe.redispatch
-    checkpointing = {
-        "none": None,
-        "selective": SelectiveCheckpointing.Config(redispatch=redispatch),
-        "full": FullCheckpointing.Config(redispatch=redispatch),
-    }
+def parallelize(
+    model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims, device: torch.device
+) -> tuple[list[DeepSeekV3Model], Pipeline | None]:
+    """Cut the meta-device model into this rank's pipeline stages, and shard, checkpoint and compile each. Without a
+    pipeline the model itself is the one part."""
+    shard = partial(parallelize_part, config=config, parallel_dims=parallel_dims)
+    if not parallel_dims.pp_enabled:
+        shard(model)
+        return [model], None
+    microbatches = microbatches_per_step(config, dist.get_world_size())
+    pipeline = Pipeline(model, config, parallel_dims, device, microbatches=microbatches, parallelize=shard)
+    return pipeline.parts, pipeline
+
+
+def parallelize_part(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims) -> None:
+    """Shard, checkpoint and compile one part of the meta-device model in place, as configured."""
     parallelize_deepseekv3(
         model,
         parallel_dims=parallel_dims,
@@ -51,145 +49,48 @@ def parallelize(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelD
             mixed_precision_param=config.training.mixed_precision_param,
             mixed_precision_reduce=config.training.mixed_precision_reduce,
         ),
-        parallelism=ParallelismConfig(fsdp_reshard_after_forward=config.parallelism.fsdp_reshard_after_forward),
+        parallelism=titan_parallelism(config),
         compile_config=CompileConfig(enable=False),  # below: torchtitan's wants whole blocks as one graph
-        ac_config=checkpointing[config.activation_checkpoint.mode],
+        ac_config=checkpointing(config),
         dump_folder="",
     )
+    if config.parallelism.fsdp_prefetch_layers != 1:
+        prefetch(model, config.parallelism.fsdp_prefetch_layers)
     prepare_for_backend(model)
     if config.compile.enable and "model" in config.compile.components:
         compile_layers(model, config.compile.backend)
 
 
+def prefetch(model: DeepSeekV3Model, count: int) -> None:
+    """Gather the parameters of the `count` layers that come next, in forward and in backward, while one computes.
+
+    torchtitan does so for one layer where EP is on, whose host syncs keep FSDP2 from running ahead by itself, and
+    leaves it to FSDP2 elsewhere.
+    """
+    layers = cast(list[FSDPModule], [*model.layers.values(), *(model.mtp_layers or ())])
+    for i, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + count])
+        layer.set_modules_to_backward_prefetch(layers[max(i - count, 0) : i][::-1])
+
+
 def compile_layers(model: DeepSeekV3Model, backend: str) -> None:
     """torch.compile of dense layers whole, of MoE layers everything but router and region: a layer with a graph break
     inside activation checkpointing would stay eager altogether."""
-    for block in model.layers.values():
+    blocks = [(block, NORMS_AND_ATTENTION) for block in model.layers.values()]
+    blocks += [(block, [*NORMS_AND_ATTENTION, *MTP_PARTS]) for block in model.mtp_layers or ()]
+    for block, names in blocks:
         parts: list[nn.Module] = [block]
         if block.moe_enabled:
-            names = ("attention_norm", "attention", "ffn_norm", "moe.shared_experts")
-            parts = [block.get_submodule(name) for name in names]
+            parts = [block.get_submodule(name) for name in [*names, "moe.shared_experts"]]
         for part in parts:
             part.compile(backend=backend)
 
 
-def kept_ops(redispatch: bool) -> set:
-    """What no recompute repeats: the router's choice, which could fall differently on ties, the plan, the rows."""
-    return {
-        torch.ops.aten.topk.default,
-        *PLAN_OPS,
-        *(() if redispatch else (torch.ops.titan_moe.dispatch_rows.default,)),
-    }
-
-
-class SelectiveCheckpointing(SelectiveAC):
-    """torchtitan's selective recompute, which also keeps `kept_ops` and stops when it has all that it needs."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):
-        redispatch: bool = False
-
-    def get_save_ops(self) -> set:
-        return super().get_save_ops() | kept_ops(cast("SelectiveCheckpointing.Config", self.config).redispatch)
-
-    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        wrapped = super()._wrap_block(module, base_fqn=base_fqn)
-        assert isinstance(wrapped, CheckpointWrapper)
-        wrapped.checkpoint_fn = partial(wrapped.checkpoint_fn, early_stop=True)
-        return wrapped
-
-
-class FullCheckpointing(FullAC):
-    """Recompute of whole blocks except for `kept_ops`, until it has all that it needs."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(FullAC.Config):
-        redispatch: bool = False
-
-    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        ops = list(kept_ops(cast("FullCheckpointing.Config", self.config).redispatch))
-        return checkpoint_wrapper(
-            module,
-            context_fn=partial(create_selective_checkpoint_contexts, ops),
-            preserve_rng_state=self.config.preserve_rng_state,
-            determinism_check=self.config.determinism_check,
-            early_stop=True,
-            debug=self.config.debug,
-        )
-
-
-def build_loss(config: Config, model: DeepSeekV3Model) -> BaseLoss:
-    """Cross-entropy summed over tokens and divided by the global number of valid ones, in chunks of the sequence if
-    asked."""
-    if config.loss.num_chunks == 1:
-        return CrossEntropyLoss.Config().build(compile_config=compile_config(config))
-    loss = ChunkedLossWrapper.Config(num_chunks=config.loss.num_chunks).build(compile_config=compile_config(config))
-    loss.set_lm_head(model.lm_head)
-    model._skip_lm_head = True  # the loss applies the head itself, chunk by chunk
-    return loss
-
-
-def compile_config(config: Config) -> CompileConfig:
-    return CompileConfig(
-        enable=config.compile.enable, components=list(config.compile.components), backend=config.compile.backend
-    )
-
-
-@contextmanager
-def gradient_sync(model: DeepSeekV3Model, enabled: bool) -> Iterator[None]:
-    """Inside, backward reduces gradients over the data-parallel ranks only if `enabled`; otherwise each rank adds up
-    its own, unsharded and in the reduction's dtype, until a backward with it enabled reduces the sum.
-
-    torchtitan's chunked loss switches the head's reduction on and off around its chunks, which would reduce the head in
-    every microbatch; while disabled, its switch is held.
-    """
+def gradient_sync(model: DeepSeekV3Model, enabled: bool) -> None:
+    """From now on backward reduces gradients over the data-parallel ranks only if `enabled`; otherwise each rank adds
+    up its own, unsharded and in the reduction's dtype, until a backward with it enabled reduces the sum."""
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(enabled)
-    head = model.lm_head
-    if enabled or not isinstance(head, FSDPModule):
-        yield
-        return
-    head.set_requires_gradient_sync = lambda requires_gradient_sync, *, recurse=True: None
-    try:
-        yield
-    finally:
-        del head.set_requires_gradient_sync
-
-
-def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
-    """What the start-up report says about the MoE region: the choices, each with its reason."""
-    flavor, m, ep = model_flavor(config), config.moe, parallel_dims.ep
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    dispatcher, why = choose_dispatcher(m.dispatcher, ep)
-    experts, reason = choose_experts(m.experts, DEVICE_TYPE, dtype, flavor.dim, flavor.moe_hidden_dim)
-    lines = [f"MoE: dispatcher {dispatcher} ({why}); experts {experts} ({reason}), weighting {m.weighting}"]
-    if m.capacity_factor is not None:
-        lines.append(f"MoE: capacity factor {m.capacity_factor} drops by {m.drop_policy}; dropped copies are reported")
-    if m.force_balance != "none":
-        tokens = config.training.local_batch_size * config.training.seq_len
-        ids_TK = forced_ids(m.force_balance, tokens, flavor)
-        ranks = destinations(ids_TK // (flavor.num_experts // ep), ep).sum(1).double().mean().item()
-        lines.append(
-            f"MoE: routing is forced ({m.force_balance}), the model does not learn to route; a token goes to "
-            f"{ranks:.3f} different ranks of {ep} in the mean"
-        )
-    if ep > 1 and config.activation_checkpoint.mode != "none":
-        copies = config.training.local_batch_size * config.training.seq_len * flavor.top_k
-        kept = copies * flavor.dim * dtype.itemsize / 2**20
-        what = "sent again in backward" if m.redispatch else "kept for backward"
-        lines.append(
-            f"MoE: received rows are {what}: up to {kept:,.1f} MiB per layer and microbatch at an even load, against "
-            f"{kept / flavor.top_k:,.1f} MiB of block input (moe.redispatch)"
-        )
-    return lines
-
-
-def forced_ids(how: str, tokens: int, flavor: Flavor) -> torch.Tensor:
-    """Expert ids [T, K] as the forced router chooses them; "balanced_random" draws new ones each time."""
-    if how == "round_robin":
-        return torch.arange(tokens * flavor.top_k).view(tokens, flavor.top_k) % flavor.num_experts
-    groups, kept = flavor.num_expert_groups, flavor.num_limited_groups
-    return balanced_random_ids(tokens, flavor.top_k, flavor.num_experts, groups, kept, device="cpu")
 
 
 def total_and_active_parameters(model: nn.Module, top_k: int, num_experts: int) -> tuple[int, int]:

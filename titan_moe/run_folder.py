@@ -34,7 +34,12 @@ os.register_at_fork(after_in_child=_held.clear)
 def choose(config: Config, env: Mapping[str, str]) -> Path:
     """job.dump_folder, or outputs/<RUN_ID>."""
     if config.job.dump_folder:
-        return Path(config.job.dump_folder).expanduser()
+        folder = os.path.expanduser(config.job.dump_folder)
+        if folder.startswith("~"):
+            raise ValueError(
+                f"job.dump_folder = {config.job.dump_folder!r}: there is no such user; write ./{folder} if meant"
+            )
+        return Path(folder)
     if not env.get("RUN_ID"):
         raise ValueError("RUN_ID is not set: start with ./run_train.sh, or set it, or set job.dump_folder")
     return Path("outputs", env["RUN_ID"])

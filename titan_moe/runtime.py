@@ -7,7 +7,7 @@ torchtitan 0.3.0 trains on a CPU with gloo once four things are put right; each 
 3. `set_timeouts`: torchtitan's own passes device ids to the barrier, which gloo refuses.
 4. `DeviceMemory`: torchtitan's memory monitor asks the device for a name and statistics that a CPU does not have.
 
-Attention on a CPU is in `model.py` (DenseAttention), the all-to-all that gloo can do in `moe/dispatch.py`.
+Attention on a CPU is in `attention.py`, the all-to-all that gloo can do in `moe/dispatch.py`.
 
 Import this module before torchtitan, which reads the device type once: the first function runs at import. The linter
 keeps it in front.
@@ -41,6 +41,9 @@ def use_available_device() -> str:
 
 
 DEVICE_TYPE = use_available_device()
+
+# torchtitan's collectives go by torch's former names.
+warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
@@ -93,18 +96,27 @@ def on_rank_0(function: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def build_meshes(config: Config) -> ParallelDims:
-    """torchtitan's meshes for the configured degrees: a dense one (FSDP, HSDP) and a sparse one (experts)."""
+def titan_parallelism(config: Config) -> ParallelismConfig:
+    """The [parallelism] section as torchtitan wants it, but for the pipeline's layout (pipeline.py)."""
     p = config.parallelism
-    parallel_dims = ParallelDims.from_config(
-        ParallelismConfig(
-            data_parallel_replicate_degree=p.data_parallel_replicate_degree,
-            data_parallel_shard_degree=p.data_parallel_shard_degree,
-            fsdp_reshard_after_forward=p.fsdp_reshard_after_forward,
-            expert_parallel_degree=p.expert_parallel_degree,
-        ),
-        dist.get_world_size(),
+    return ParallelismConfig(
+        data_parallel_replicate_degree=p.data_parallel_replicate_degree,
+        data_parallel_shard_degree=p.data_parallel_shard_degree,
+        fsdp_reshard_after_forward=p.fsdp_reshard_after_forward,
+        expert_parallel_degree=p.expert_parallel_degree,
+        tensor_parallel_degree=p.tensor_parallel_degree,
+        context_parallel_degree=p.context_parallel_degree,
+        context_parallel_load_balancer=None if p.context_parallel_load_balancer == "none" else "headtail",
+        pipeline_parallel_degree=p.pipeline_parallel_degree,
+        pipeline_parallel_schedule=p.pipeline_parallel_schedule,
+        pipeline_parallel_microbatch_size=p.pipeline_parallel_microbatch_size,
     )
+
+
+def build_meshes(config: Config) -> ParallelDims:
+    """torchtitan's meshes for the configured degrees: a dense one (PP, HSDP, FSDP, CP, TP) and a sparse one
+    (experts)."""
+    parallel_dims = ParallelDims.from_config(titan_parallelism(config), dist.get_world_size())
     parallel_dims.build_mesh()
     dist_utils.set_spmd_backend(parallel_dims.spmd_backend)
     return parallel_dims

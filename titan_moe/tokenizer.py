@@ -148,7 +148,7 @@ def build_tokenizer(hf_assets_path: str, rows: int) -> Tokenizer:
 
 
 def find_tokenizer(hf_assets_path: str) -> Path:
-    path = Path(hf_assets_path).expanduser()
+    path = Path(os.path.expanduser(hf_assets_path))
     if path.is_file():
         return path
     for needed in (["tokenizer.json"], ["vocab.json", "merges.txt"]):

@@ -9,9 +9,23 @@ from tests.distributed.harness import Case
 BIAS_OFF = "--moe.load_balance_coeff=0"
 EP2 = "--parallelism.expert_parallel_degree=2"
 EP4 = "--parallelism.expert_parallel_degree=4"
-FULL, SELECTIVE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=selective"
+NONE, SELECTIVE, FULL = (f"--activation_checkpoint.mode={mode}" for mode in ("none", "selective", "full"))
 ALLTOALL, DEDUP, LOOP = "--moe.dispatcher=alltoall", "--moe.dispatcher=dedup", "--moe.experts=loop"
 LOSSES = ["--moe.sequence_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"]  # large, to be seen in fp32
+TP2, CP2 = "--parallelism.tensor_parallel_degree=2", "--parallelism.context_parallel_degree=2"
+PP2, SCHEDULE = "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule"
+LAYERS = "--parallelism.pipeline_parallel_layers_per_stage"
+PARTS = [NONE, "--activation_checkpoint.recompute=mla_up_proj,swiglu,norms,shared_expert"]
+# Every schedule, and between them every kind of recompute with schedules that split backward.
+PIPELINES = {
+    "1F1B": [NONE],
+    "Interleaved1F1B": [FULL],
+    "InterleavedZeroBubble": [SELECTIVE],
+    "ZBVZeroBubble": PARTS,
+    "DualPipeV": [SELECTIVE],
+}
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
+MTP1, MTP2 = "--model.num_mtp_layers=1", "--model.num_mtp_layers=2"
 HSDP2 = "--parallelism.data_parallel_replicate_degree=2"
 # With two experts on four ranks FSDP has no whole expert left to hand out, so it cuts them along F, as at 1,024 GPUs.
 TWO_EXPERTS = [
@@ -20,6 +34,22 @@ TWO_EXPERTS = [
 SEED_ONLY = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 # The schedule must not follow training.steps where runs of different lengths are compared.
 SCHEDULE_100 = "--lr_scheduler.total_steps=100"
+
+
+def pipeline(schedule: str) -> list[str]:
+    """Two ranks; schedules with two stages per rank have four for three layers, the last one with the head alone."""
+    return [PP2, f"{SCHEDULE}={schedule}", *([] if schedule == "1F1B" else [f"{LAYERS}=[1, 1, 1, 0]"])]
+
+
+def chain(first: Path, out: Path, meshes: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Cases that hand one training on from mesh to mesh: each loads what the one before has saved, `first` being that
+    of 3 steps, trains one step and saves."""
+    cases, source = {}, first
+    for step, (name, mesh) in enumerate(meshes.items(), start=4):
+        load = [f"--checkpoint.initial_load_path={source}", "--checkpoint.initial_load_model_only=false"]
+        cases[name] = ["--checkpoint.enable", *load, SCHEDULE_100, f"--training.steps={step}", *mesh]
+        source = out / name / "checkpoint" / f"step-{step}"
+    return cases
 
 
 def cases(world_size: int, out: Path) -> dict[str, Case]:
@@ -33,12 +63,15 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
             "one_rank_whole_batch": ["--training.local_batch_size=8"],
             "one_rank_loop": [LOOP, FULL],
             "one_rank_losses": LOSSES,
+            "one_rank_mtp": [MTP1],
+            "one_rank_mtp2": [MTP2],
             "one_rank_drops": ["--moe.capacity_factor=1.0", "--training.steps=2"],
             "one_rank_seed": SEED_ONLY,
             "golden": ["--training.steps=10"],
             "repeat": ["--training.mixed_precision_param=bfloat16"],
             "repeat_again": ["--training.mixed_precision_param=bfloat16"],
             "uninterrupted": ["--training.steps=6", SCHEDULE_100],
+            "saved": ["--training.steps=3", "--checkpoint.enable", SCHEDULE_100],
             "extended": ["--training.steps=3", *finished],
             "extended_again": ["--training.steps=6", *finished],
             "workers": ["--training.steps=3", "--training.dataloader.num_workers=2"],
@@ -48,7 +81,7 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
     if world_size == 2:
         argvs = {
             "fsdp2": [],
-            "fsdp2_no_bias": [BIAS_OFF, "--loss.num_chunks=1"],
+            "fsdp2_no_bias": [BIAS_OFF, "--loss.num_chunks=1", "--parallelism.fsdp_reshard_after_forward=always"],
             "fsdp2_ep2": [EP2],
             "fsdp2_ep2_no_bias": [EP2, BIAS_OFF],
             "fsdp2_ep2_full": [EP2, FULL],
@@ -59,9 +92,30 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
             "fsdp2_ep2_alltoall_redispatch": [EP2, ALLTOALL, FULL, "--moe.redispatch"],
             "fsdp2_ep2_losses": [EP2, FULL, *LOSSES],
             "fsdp2_whole_batch": ["--training.local_batch_size=4"],
+            "fsdp2_ep2_parts": [EP2, *PARTS, "--parallelism.fsdp_reshard_after_forward=always"],
+            "fsdp2_ep2_compiled": [EP2, *COMPILED],
+            "tp2": [TP2],
+            "tp2_losses": [TP2, "--loss.num_chunks=1", *LOSSES],
+            "tp2_ep2": [TP2, EP2, *PARTS],
+            "tp2_ep2_losses": [TP2, EP2, *LOSSES],
+            "tp2_mtp2": [TP2, MTP2],
+            "fsdp2_ep2_mtp_full": [EP2, MTP1, FULL],
+            "cp2": [CP2, *PARTS],
+            "cp2_ep2_losses": [CP2, EP2, *LOSSES],
+            "cp2_plain_order": [CP2, "--parallelism.context_parallel_load_balancer=none", SELECTIVE],
+            **{f"pp2_{schedule}": [*pipeline(schedule), *mode] for schedule, mode in PIPELINES.items()},
+            "pp2_uneven": [PP2, f"{LAYERS}=[1, 2]", FULL, "--parallelism.pipeline_parallel_microbatch_size=2"],
+            "pp2_losses": [PP2, SELECTIVE, *LOSSES],
+            "pp2_zbv_losses": [*pipeline("ZBVZeroBubble"), FULL, *LOSSES],
+            **chain(
+                out.parent / "1" / "saved" / "checkpoint" / "step-3",
+                out,
+                {"then_tp2": [TP2], "then_pp2": pipeline("ZBVZeroBubble"), "then_cp2_ep2": [CP2, EP2]},
+            ),
             "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, "--training.mixed_precision_param=bfloat16"],
         }
-        return {name: Case(argv) for name, argv in argvs.items()}
+        few_labels = {"few_labels": Case([EP2], few_labels=True)}
+        return {name: Case(argv) for name, argv in argvs.items()} | few_labels
     assert world_size == 4
     argvs = {
         "fsdp4": [],
@@ -71,6 +125,20 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
         "ep4_alltoall": [EP4, ALLTOALL],
         "ep4_nodes_full": [EP4, DEDUP, "--moe.ranks_per_node=2", FULL],
         "ep2_two_experts": [EP2, *TWO_EXPERTS],
+        "hsdp2x2": [HSDP2],
+        "fsdp2_tp2_ep2": [TP2, EP2],
+        "tp2_cp2_ep4": [TP2, CP2, EP4],
+        "pp2_ep2": [*pipeline("Interleaved1F1B"), EP2],
+        "hsdp2_tp2": [HSDP2, TP2, SELECTIVE],
+        "hsdp2_cp2": [HSDP2, CP2, FULL],
+        "hsdp2_pp2": [HSDP2, *pipeline("InterleavedZeroBubble"), FULL],
+        "pp2_tp2": [*pipeline("DualPipeV"), TP2],
+        "pp2_cp2_ep2": [*pipeline("ZBVZeroBubble"), CP2, EP2],
+        **chain(
+            out.parent / "1" / "saved" / "checkpoint" / "step-3",
+            out,
+            {"then_pp2_ep2": [PP2, EP2], "then_tp2_ep2": [TP2, EP2], "then_hsdp2x2_ep2": [HSDP2, EP2]},
+        ),
         "ep2_seed": [EP2, *SEED_ONLY],
     }
     return {name: Case(argv) for name, argv in argvs.items()}

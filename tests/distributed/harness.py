@@ -42,6 +42,11 @@ class Outcome:
         return [record["loss"] for record in self.metrics.values()]
 
     @property
+    def direct(self) -> list[dict[str, Any]]:
+        """With `few_labels`: by rank, [step, 0 in validation; summed cross-entropy; labels] of each microbatch."""
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("direct-*.json"))]
+
+    @property
     def step1(self) -> dict[str, Any]:
         return torch.load(self.folder / "step1.pt", weights_only=True)
 
@@ -76,6 +81,7 @@ class Case:
 
     argv: list[str]
     train: Path = REPO / "train.py"
+    few_labels: bool = False  # hide most labels from data rank 1, and record losses computed directly
 
 
 def run_cases(world_size: int, cases: dict[str, Case], out: Path) -> dict[str, Outcome]:
@@ -83,7 +89,12 @@ def run_cases(world_size: int, cases: dict[str, Case], out: Path) -> dict[str, O
     another."""
     out.mkdir(parents=True, exist_ok=True)
     table = {
-        name: (free_port(), str(case.train), [*SMALL_FP32, f"--job.dump_folder={out / name}", *case.argv])
+        name: (
+            free_port(),
+            str(case.train),
+            case.few_labels,
+            [*SMALL_FP32, f"--job.dump_folder={out / name}", *case.argv],
+        )
         for name, case in cases.items()
     }
     (out / "cases.json").write_text(json.dumps(table))

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.distributed.cases import PIPELINES
+
 COMPARED = [
     (1, "one_rank_whole_batch", "one_rank"),
     (2, "fsdp2", "one_rank"),
@@ -31,6 +33,30 @@ COMPARED = [
     (4, "fsdp4_ep2_no_bias", "one_rank_no_bias"),
     (4, "hsdp2x2_ep2", "one_rank"),
     (4, "ep2_two_experts", "one_rank_two_experts"),
+    (4, "hsdp2x2", "one_rank"),
+    (2, "fsdp2_ep2_parts", "one_rank"),
+    (2, "fsdp2_ep2_compiled", "one_rank"),
+    (2, "tp2", "one_rank"),
+    (2, "tp2_losses", "one_rank_losses"),
+    (2, "tp2_ep2", "one_rank"),
+    (2, "tp2_ep2_losses", "one_rank_losses"),
+    (2, "tp2_mtp2", "one_rank_mtp2"),
+    (2, "fsdp2_ep2_mtp_full", "one_rank_mtp"),
+    (2, "cp2", "one_rank"),
+    (2, "cp2_plain_order", "one_rank"),
+    (2, "cp2_ep2_losses", "one_rank_losses"),
+    *[(2, f"pp2_{schedule}", "one_rank") for schedule in PIPELINES],
+    (2, "pp2_uneven", "one_rank"),
+    (2, "pp2_losses", "one_rank_losses"),
+    (2, "pp2_zbv_losses", "one_rank_losses"),
+    (4, "fsdp2_tp2_ep2", "one_rank"),
+    (4, "tp2_cp2_ep4", "one_rank"),
+    (4, "pp2_ep2", "one_rank"),
+    (4, "hsdp2_tp2", "one_rank"),
+    (4, "hsdp2_cp2", "one_rank"),
+    (4, "hsdp2_pp2", "one_rank"),
+    (4, "pp2_tp2", "one_rank"),
+    (4, "pp2_cp2_ep2", "one_rank"),
 ]
 
 
@@ -38,7 +64,7 @@ COMPARED = [
 def test_losses_equal_one_ranks(outcome, ranks, name, reference):
     metrics, expected = outcome(ranks, name).metrics, outcome(1, reference).metrics
     assert list(metrics) == list(expected) == [1, 2, 3, 4, 5]
-    for quantity in ("loss", "grad_norm"):
+    for quantity in ("loss", "grad_norm", *(["mtp_loss"] if "mtp" in name else [])):
         got = [record[quantity] for record in metrics.values()]
         assert got == pytest.approx([record[quantity] for record in expected.values()], rel=1e-5), quantity
     assert metrics[5]["validation_loss"] == pytest.approx(expected[5]["validation_loss"], rel=1e-5)
@@ -58,6 +84,51 @@ def test_every_parameters_gradient_equals_one_ranks(outcome, ranks, name, refere
     flips = f"{int(flipped.sum())} of {flipped.numel()} top-k choices flipped"
     report(f"{name} against {reference}: {flips}; largest gradient difference {error:.1e} of the norm ({parameter})")
     assert error <= 1e-5, f"{name}: gradient of {parameter} differs by {error:.2e} of its norm"
+
+
+def test_losses_of_ranks_with_few_labels(outcome):
+    """Rank 1 keeps three labels of 64 in each sequence: loss, maximum, validation loss and tokens are those computed
+    directly, in float64 from each microbatch's hidden states."""
+    few = outcome(2, "few_labels")
+    ranks = [[{"step": step, "loss": loss, "labels": labels} for step, loss, labels in rank] for rank in few.direct]
+
+    def totals(step: int) -> list[tuple[float, int]]:
+        return [
+            (sum(m["loss"] for m in rank if m["step"] == step), sum(m["labels"] for m in rank if m["step"] == step))
+            for rank in ranks
+        ]
+
+    for step, record in few.metrics.items():
+        losses, labels = zip(*totals(step))
+        assert labels[1] == 4 * 3 and labels[0] > 15 * labels[1]
+        assert record["loss"] == pytest.approx(sum(losses) / sum(labels), rel=1e-5)
+        assert record["max_loss"] == pytest.approx(max(loss / n for loss, n in zip(losses, labels)), rel=1e-5)
+        assert record["tokens_seen"] == step * 8 * 64
+    losses, labels = zip(*totals(0))
+    assert few.metrics[5]["validation_loss"] == pytest.approx(sum(losses) / sum(labels), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [*(f"pp2_{schedule}" for schedule in PIPELINES), "pp2_uneven", "pp2_zbv_losses"])
+def test_no_schedule_runs_an_expert_gemm_twice(outcome, name):
+    """Schedules that split backward ask for inputs' gradients first and for weights' later: each expert GEMM runs once,
+    two of each kind per MoE layer and microbatch."""
+    microbatches = 4 if name == "pp2_uneven" else 8
+    layers = 2
+    once = 2 * layers * microbatches
+    assert outcome(2, name).step1["expert_gemms"] == {"_Dgrad": once, "_Wgrad": once}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_checkpoint_goes_on_on_any_mesh(outcome, ranks):
+    """3 steps on one rank, then one on each of three meshes in turn, each from what the last one saved: one curve,
+    of which the moments are part from the second loss on."""
+    expected = outcome(1, "uninterrupted").metrics
+    meshes = {2: ["then_tp2", "then_pp2", "then_cp2_ep2"], 4: ["then_pp2_ep2", "then_tp2_ep2", "then_hsdp2x2_ep2"]}
+    for step, name in enumerate(meshes[ranks], start=4):
+        record = outcome(ranks, name).metrics[step]
+        assert record["loss"] == pytest.approx(expected[step]["loss"], rel=1e-5), name
+        assert record["grad_norm"] == pytest.approx(expected[step]["grad_norm"], rel=1e-5), name
+        assert record["tokens_seen"] == expected[step]["tokens_seen"], name
 
 
 def test_the_bias_matters(outcome):
@@ -113,6 +184,7 @@ def test_recompute_sends_no_token_again(outcome):
     assert exchanges("fsdp2_ep2_full") == exchanges("fsdp2_ep2_selective") == exchanges("fsdp2_ep2")
     assert exchanges("fsdp2_ep2_alltoall_full") == exchanges("fsdp2_ep2_alltoall_selective") == plain
     layers, microbatches = 2, 2
+    assert exchanges("fsdp2_ep2_mtp_full") * layers == exchanges("fsdp2_ep2") * (layers + 1)
     assert exchanges("fsdp2_ep2_alltoall_redispatch") == plain + 2 * layers * microbatches
 
 

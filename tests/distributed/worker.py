@@ -21,14 +21,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import train  # isort: skip - first: it tells torchtitan about CPUs; and once, for all cases
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
+from titan_moe.moe import experts
+from titan_moe.moe.layer import FusedMoE, moe_layers
 from titan_moe.moe.names import to_stock_names
 
 
@@ -38,33 +42,72 @@ class Recorder:
     def __init__(self) -> None:
         self.run: Any = None  # a Run of the train.py under test
         self.gradients: dict[str, torch.Tensor] | None = None
-        self.topk_ids: list[torch.Tensor] = []
+        self.topk_ids: dict[nn.Module, list[torch.Tensor]] = {}  # by router, one tensor [B, L, K] a microbatch
         self.collectives: Counter[str] = Counter()
+        self.gemms: Counter[str] = Counter()  # backward nodes of expert GEMMs that ran
 
     def record_gradients(self) -> None:
         assert self.run is not None
         self.gradients = {}
-        for name, param in self.run.model.named_parameters():
+        for name, param in self.parameters().items():
             assert param.grad is not None, f"{name} has no gradient"
             grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-            self.gradients[canonical_fqn(name)] = grad.clone()
+            self.gradients[name] = grad.clone()
         self.gradients = to_stock_names(self.gradients)
+        stages: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(stages, self.gradients)
+        self.gradients = {name: grad for stage in stages for name, grad in stage.items()}
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Of this rank's pipeline stages."""
+        return {canonical_fqn(name): p for part in self.run.model_parts for name, p in part.named_parameters()}
 
     def routing_by_global_sample(self) -> torch.Tensor:
-        """[moe layers, global samples of step 1, L, K], K sorted: rank r's i-th sample is global sample i R + r."""
-        assert self.run is not None
-        layers = sum(layer.moe_enabled for layer in self.run.model.layers.values())
-        local = torch.stack([torch.cat(self.topk_ids[layer::layers]) for layer in range(layers)])
-        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, local.contiguous())
-        return torch.stack(gathered, dim=2).flatten(1, 2).sort(dim=-1).values
+        """[moe layers, global samples of step 1, L, K], K sorted: data rank r's i-th sample is global sample i R + r.
+
+        With EP, the tensor ranks split a context rank's tokens between them; context ranks hold pieces of the sequence
+        in the load balancer's order.
+        """
+        dims = self.run.parallel_dims
+        degrees = {"batch": dims.dp_replicate * dims.dp_shard, "cp": dims.cp, "tp": dims.tp if dims.ep > 1 else 1}
+        meshes = {axis: dims.get_optional_mesh(axis) for axis in degrees}
+        place = tuple(0 if mesh is None else mesh.get_local_rank() for mesh in meshes.values())
+        place = place if dims.ep > 1 else (*place[:2], 0)
+        local = {}
+        for part in self.run.model_parts:
+            for name, moe in moe_layers(part).items():
+                local[name] = torch.cat(self.topk_ids[moe.router])
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (place, local))
+        pieces = {(name, *place): ids for place, layers in found for name, ids in layers.items()}
+        data, context, tensor = degrees.values()
+        layers = []
+        for name in sorted({name for name, *_ in pieces}):
+            samples = []
+            for r in range(data):
+                parts = [pieces[name, r, c, t] for c in range(context) for t in range(tensor)]
+                samples.append(self.in_text_order(torch.cat(parts, dim=1)))
+            layers.append(torch.stack(samples, dim=1).flatten(0, 1))
+        return torch.stack(layers).sort(dim=-1).values
+
+    def in_text_order(self, ids_BLK: torch.Tensor) -> torch.Tensor:
+        ranks = self.run.parallel_dims.cp
+        if ranks == 1 or self.run.config.parallelism.context_parallel_load_balancer == "none":
+            return ids_BLK
+        pieces = ids_BLK.chunk(2 * ranks, dim=1)  # of rank 0: first, last; of rank 1: second, second to last; ...
+        return torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim=1)
+
+    def gemms_of_all_ranks(self) -> Counter[str]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, self.gemms)
+        return sum(found, Counter())
 
     def expert_shards(self) -> list[list[int]]:
-        """Shape of what each rank holds of layer 1's w1 and w3."""
-        params = {canonical_fqn(name): p for name, p in self.run.model.named_parameters()}
-        w13_EF2D = params["layers.1.moe.routed_experts.inner_experts.w13_EF2D"]
+        """Shape of what each rank holds of layer 1's w1 and w3; empty for a rank of another pipeline stage."""
+        w13_EF2D = self.parameters().get("layers.1.moe.routed_experts.inner_experts.w13_EF2D")
+        local = w13_EF2D.to_local() if isinstance(w13_EF2D, DTensor) else w13_EF2D
         shapes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(shapes, list(w13_EF2D.to_local().shape))
+        dist.all_gather_object(shapes, [] if local is None else list(local.shape))
         return shapes
 
 
@@ -79,6 +122,47 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def count_backward(node: Any, recorder: Recorder) -> None:
+    """Count how often backward runs `node`, a torch.autograd.Function of moe/experts.py."""
+    backward = node.backward
+
+    def counting(*args):
+        if recorder.gradients is None:
+            recorder.gemms[node.__name__] += 1
+        return backward(*args)
+
+    node.backward = staticmethod(counting)
+
+
+def hide_labels_and_compute_directly(train: ModuleType, run: Any) -> list[tuple[int, float, int]]:
+    """Leaves data rank 1 three labels of each sequence; returns what each call of the loss should have come to:
+    (step, 0 in validation; cross-entropy in float64, summed; labels), filled as the run goes on."""
+    found: list[tuple[int, float, int]] = []
+    to_device, loss_fn = train.to_device, run.loss_fn
+
+    def hide_labels(batch, device):
+        inputs, labels_BL = to_device(batch, device)
+        if train.runtime.batch_coordinates(run.parallel_dims)[0] == 1:
+            labels_BL = labels_BL.index_fill(1, torch.arange(3, labels_BL.shape[1]), IGNORE_INDEX)
+        return inputs, labels_BL
+
+    def computing(output, labels_BL, *args, **kwargs):
+        weight = run.loss_fn.lm_head.weight
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        logits = (output.double() @ weight.double().T).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(
+            logits, labels_BL.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
+        )
+        step = run.progress.step if torch.is_grad_enabled() else 0
+        found.append((step, loss.item(), int((labels_BL != IGNORE_INDEX).sum())))
+        return loss_fn(output, labels_BL, *args, **kwargs)
+
+    train.to_device = hide_labels
+    computing.lm_head = loss_fn.lm_head
+    run.loss_fn = computing
+    return found
+
+
 def load(path: str) -> ModuleType:
     """The module train.py, or an edited copy of it."""
     if Path(path).resolve() == Path(train.__file__).resolve():
@@ -91,14 +175,18 @@ def load(path: str) -> ModuleType:
     return module
 
 
-def run_case(train: ModuleType, argv: list[str], folder: Path) -> None:
+def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool) -> None:
     recorder = Recorder()
+    direct: list[tuple[int, float, int]] = []
     build, train_step = train.build, train.train_step
     clip, route = train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward
     exchange = dist.all_to_all_single
 
     def recording_build(config):
         recorder.run = build(config)
+        if few_labels:
+            nonlocal direct
+            direct = hide_labels_and_compute_directly(train, recorder.run)
         return recorder.run
 
     def recording_clip(*args, **kwargs):
@@ -110,7 +198,7 @@ def run_case(train: ModuleType, argv: list[str], folder: Path) -> None:
         scores, ids, all_scores = route(self, x_BLD, expert_bias_E)
         recomputing = torch._C._current_graph_task_id() != -1  # inside a backward
         if recorder.gradients is None and torch.is_grad_enabled() and not recomputing:
-            recorder.topk_ids.append(ids.detach().clone())
+            recorder.topk_ids.setdefault(self, []).append(ids.detach().clone())
         return scores, ids, all_scores
 
     def counting_step(*args, **kwargs):
@@ -124,14 +212,27 @@ def run_case(train: ModuleType, argv: list[str], folder: Path) -> None:
             recorder.collectives["alltoall"] += 1
         return exchange(*args, **kwargs)
 
+    def forgetting(self):  # a pipeline has run its stages on nothing, to learn shapes
+        if recorder.gradients is None:
+            recorder.topk_ids.clear()
+            recorder.gemms.clear()
+        return forget(self)
+
+    forget, FusedMoE.forget = FusedMoE.forget, forgetting
+    for node in (experts._Dgrad, experts._Wgrad):
+        count_backward(node, recorder)
     # No need to put anything back: the case has this process to itself.
     train.build, train.train_step, dist.all_to_all_single = recording_build, counting_step, counting_exchange
     train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward = recording_clip, recording_route
     train.main(argv)
+    if few_labels:
+        (folder / f"direct-{dist.get_rank()}.json").write_text(json.dumps(direct))
     if recorder.gradients is not None:
         routing, shards = recorder.routing_by_global_sample(), recorder.expert_shards()
+        gemms = recorder.gemms_of_all_ranks()
         if dist.get_rank() == 0:
             step1 = {"gradients": recorder.gradients, "routing": routing, "collectives": dict(recorder.collectives)}
+            step1["expert_gemms"] = dict(gemms)
             folder.mkdir(exist_ok=True)  # a case may train in another's run folder
             torch.save({**step1, "expert_shards": shards}, folder / "step1.pt")
 
@@ -139,12 +240,12 @@ def run_case(train: ModuleType, argv: list[str], folder: Path) -> None:
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # rank 0 of each case hosts its own store
-    for name, (port, path, argv) in json.loads((out / "cases.json").read_text()).items():
+    for name, (port, path, few_labels, argv) in json.loads((out / "cases.json").read_text()).items():
         os.environ |= {"RUN_ID": name, "MASTER_PORT": str(port)}
         child = os.fork()
         if child == 0:
             try:
-                run_case(load(path), argv, out / name)
+                run_case(load(path), argv, out / name, few_labels)
                 dist.destroy_process_group()
             except BaseException:
                 traceback.print_exc()

@@ -7,7 +7,7 @@ import titan_moe.runtime  # noqa: F401
 import pytest
 
 from titan_moe import config_check, config_file
-from titan_moe.parallel import moe_report
+from titan_moe.startup import moe_report
 
 EP2 = "--parallelism.expert_parallel_degree=2"
 
@@ -53,5 +53,5 @@ def test_the_report_says_how_far_forced_routing_spreads(how):
     """Debug model: K = 3 of 8 experts, on 4 ranks of 2. In turn, 3 experts lie on 2 ranks, always. At random from 2 of
     4 groups, which here are the ranks, always on 2 as well."""
     config = config_file.load(["train_configs/debug_model.toml", f"--moe.force_balance={how}"])
-    lines = moe_report(config, SimpleNamespace(ep=4))
+    lines = moe_report(config, SimpleNamespace(ep=4, cp=1, tp=1))
     assert f"forced ({how})" in lines[1] and "2.000 different ranks of 4" in lines[1], lines

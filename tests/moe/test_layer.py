@@ -22,7 +22,7 @@ from titan_moe.moe import names
 from titan_moe.moe.balance import LoadBalancer, expert_counts
 from titan_moe.moe.layer import FusedMoE, FusedRoutedExperts, fuse, moe_layers
 from titan_moe.optimizer import Optimizers
-from titan_moe.parallel import kept_ops
+from titan_moe.recompute import kept_ops
 
 D, F, E, K, B, L = 64, 48, 8, 3, 2, 40
 

@@ -12,6 +12,9 @@ The sequence-wise loss (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), for one seque
 with the choice the router really made, groups and bias included. The z-loss (arXiv 2202.08906) is the mean over a
 sequence's tokens of logsumexp(logits)^2. Both are summed over the sequences here and divided by the number of sequences
 in the whole step, of all ranks and microbatches, so that neither value nor gradient depends on how a step is cut.
+Ranks that hold parts of the same sequences (context parallelism, tensor parallelism with EP) add up f, which needs no
+gradient, and each contributes its tokens' share of P. Ranks that route the same tokens (tensor parallelism without EP)
+compute the same loss, and each contributes an equal share of the gradient, which is summed over them.
 
 They enter the gradient where they arise (`with_loss`), as if they had been added to the training loss: that works
 because the loss of each microbatch is its share of the step's mean and `backward()` starts from 1.
@@ -20,12 +23,16 @@ Shape letters: B batch, L sequence, T tokens, E experts, K top-k, G expert group
 experts of a group.
 """
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import titan_moe.runtime  # noqa: F401
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
 
 if TYPE_CHECKING:
     from titan_moe.moe.layer import FusedMoE
@@ -37,38 +44,65 @@ def expert_counts(ids: Tensor, num_experts: int) -> Tensor:
     return ids.new_zeros(num_experts).scatter_add_(0, ids, torch.ones_like(ids))
 
 
-def sequence_loss(scores_BLE: Tensor, ids_BLK: Tensor) -> Tensor:
-    """Sum over the sequences of the sequence-wise loss, before its coefficient. `scores_BLE` are all of the router's
-    scores, `ids_BLK` its choice."""
-    B, L, E = scores_BLE.shape
+class SequenceRanks(NamedTuple):
+    """How the ranks share a sequence: `groups`, one after the other, span those that hold different tokens of it;
+    `copies` ranks each hold the same ones."""
+
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    copies: int = 1
+
+    @classmethod
+    def of(cls, parallel_dims: ParallelDims) -> "SequenceRanks":
+        cp_mesh, tp_mesh = parallel_dims.get_optional_mesh("cp"), parallel_dims.get_optional_mesh("tp")
+        if parallel_dims.ep == 1:
+            return cls(() if cp_mesh is None else (cp_mesh.get_group(),), parallel_dims.tp)
+        return cls(tuple(mesh.get_group() for mesh in (cp_mesh, tp_mesh) if mesh is not None))
+
+    @property
+    def parts(self) -> int:
+        return math.prod(group.size() for group in self.groups)
+
+
+WHOLE = SequenceRanks()
+"""Each rank has whole sequences of its own"""
+
+
+def sequence_loss(scores_BLE: Tensor, ids_BLK: Tensor, ranks: SequenceRanks = WHOLE) -> Tensor:
+    """Sum over the sequences of this rank's share of the sequence-wise loss, before its coefficient. `scores_BLE` are
+    all of the router's scores of this rank's tokens, `ids_BLK` its choice."""
+    B, tokens, E = scores_BLE.shape
+    L = tokens * ranks.parts
     K = ids_BLK.shape[-1]
-    ids = ids_BLK.detach().reshape(B, L * K)
-    f_BE = scores_BLE.new_zeros(B, E).scatter_add_(1, ids, scores_BLE.new_ones(B, L * K)) * (E / (K * L))
+    ids = ids_BLK.detach().reshape(B, tokens * K)
+    counts_BE = scores_BLE.new_zeros(B, E).scatter_add_(1, ids, scores_BLE.new_ones(B, tokens * K))
+    for group in ranks.groups:
+        dist.all_reduce(counts_BE, group=group)
+    f_BE = counts_BE * (E / (K * L))
     # No epsilon in the sum: it would reward a sigmoid router for making all scores small.
     tiny = torch.finfo(scores_BLE.dtype).tiny
-    p_BE = (scores_BLE / scores_BLE.sum(-1, keepdim=True).clamp(min=tiny)).mean(1)
+    p_BE = (scores_BLE / scores_BLE.sum(-1, keepdim=True).clamp(min=tiny)).sum(1) / L
     return (f_BE * p_BE).sum()
 
 
-def z_loss(logits_BLE: Tensor) -> Tensor:
-    """Sum over the sequences of the mean squared logsumexp."""
-    return torch.logsumexp(logits_BLE, dim=-1).square().mean(1).sum()
+def z_loss(logits_BLE: Tensor, ranks: SequenceRanks = WHOLE) -> Tensor:
+    """Sum over the sequences of this rank's share of the mean squared logsumexp."""
+    return torch.logsumexp(logits_BLE, dim=-1).square().mean(1).sum() / ranks.parts
 
 
-def with_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """x, whose backward also adds the gradient of `loss`."""
-    return _WithLoss.apply(x, loss)
+def with_loss(x: Tensor, loss: Tensor, ranks: SequenceRanks = WHOLE) -> Tensor:
+    """x, whose backward also adds the gradient of `loss`, summed over the ranks."""
+    return _WithLoss.apply(x, loss, 1 / ranks.copies)
 
 
 class _WithLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, loss):
-        ctx.like = loss.new_ones(())
+    def forward(ctx, x, loss, share):
+        ctx.like = loss.new_full((), share)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
-        return grad, ctx.like
+        return grad, ctx.like, None
 
 
 def balanced_random_ids(tokens: int, top_k: int, num_experts: int, groups: int, kept: int, *, device) -> Tensor:
@@ -105,11 +139,18 @@ class LoadBalancer:
     Arguments:
         layers: the MoE layers by name.
         groups: process groups whose ranks see different tokens: of the loss mesh; with EP under TP, of TP as well.
+        pp_group: process group of the pipeline, whose ranks have other layers; they share only statistics.
         centred: torchtitan's variant, which also takes the mean off the change of the bias.
     """
 
-    def __init__(self, layers: dict[str, "FusedMoE"], groups: list[dist.ProcessGroup], centred: bool = False) -> None:
-        self.layers, self.groups, self.centred = layers, groups, centred
+    def __init__(
+        self,
+        layers: dict[str, "FusedMoE"],
+        groups: list[dist.ProcessGroup],
+        pp_group: dist.ProcessGroup | None = None,
+        centred: bool = False,
+    ) -> None:
+        self.layers, self.groups, self.pp_group, self.centred = layers, groups, pp_group, centred
         # Of the last step, by layer: load and drops over all ranks, auxiliary losses of this one.
         self.load_NE: Tensor | None = None
         self.dropped_N: Tensor | None = None
@@ -138,14 +179,28 @@ class LoadBalancer:
     def discard(self) -> Tensor:
         """Forget what was collected since the last step, also for a step that is skipped. Returns this rank's auxiliary
         losses, by layer."""
-        for moe in self.layers.values():
-            _local(moe.tokens_per_expert_E).zero_()
-            moe.routed_experts.dropped = None
-        return torch.stack([moe.take_losses() for moe in self.layers.values()])
+        return torch.stack([moe.forget() for moe in self.layers.values()])
 
     def statistics(self) -> dict[str, float]:
         """The last step's load, by layer and worst: heaviest over mean expert; share of copies dropped; auxiliary loss.
         All ranks must call it."""
+        layers = self._layer_statistics()
+        if self.pp_group is not None:
+            stages: list[Any] = [None] * self.pp_group.size()
+            dist.all_gather_object(stages, layers, group=self.pp_group)
+            layers = {name: values for stage in stages for name, values in stage.items()}
+        if not layers:
+            return {}
+        found = {"moe_max/mean": max(ratio for ratio, _, _ in layers.values())}
+        found |= {f"moe_max/mean.{name}": ratio for name, (ratio, _, _) in layers.items()}
+        if any(share for _, share, _ in layers.values()):
+            found |= {f"moe_dropped.{name}": share for name, (_, share, _) in layers.items()}
+        if any(loss for _, _, loss in layers.values()):
+            found["moe_aux_loss"] = sum(loss for _, _, loss in layers.values())
+        return found
+
+    def _layer_statistics(self) -> dict[str, tuple[float, float, float]]:
+        """{layer: (heaviest over mean expert, share of copies dropped, auxiliary loss)} of this rank's stages."""
         if self.load_NE is None or self.dropped_N is None or self.losses_N is None:
             return {}
         for group in self.groups:
@@ -155,12 +210,7 @@ class LoadBalancer:
         shares = (self.dropped_N / load_NE.sum(1).clamp(min=1)).tolist()
         losses = self.losses_N.tolist()
         self.load_NE = None
-        found = {"moe_max/mean": max(ratios)}
-        found |= {f"moe_max/mean.{name}": ratio for name, ratio in zip(self.layers, ratios)}
-        found |= {f"moe_dropped.{name}": share for name, share in zip(self.layers, shares) if any(shares)}
-        if any(losses):
-            found["moe_aux_loss"] = sum(losses)
-        return found
+        return dict(zip(self.layers, zip(ratios, shares, losses)))
 
 
 def _local(tensor: Tensor) -> Tensor:

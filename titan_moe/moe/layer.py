@@ -175,9 +175,14 @@ class FusedMoE(MoE):
         super().__init__(config)
         self.sequence_loss_coeff, self.sequences_per_step = config.sequence_loss_coeff, config.sequences_per_step
         self.loss: Tensor | None = None
+        self.sequence_ranks = balance.WHOLE
         self.register_buffer(
             "tokens_per_expert_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False
         )
+
+    def parallelize(self, parallel_dims) -> None:
+        super().parallelize(parallel_dims)
+        self.sequence_ranks = balance.SequenceRanks.of(parallel_dims)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         scores_BLK, ids_BLK, all_scores_BLE = self.router(x_BLD, self.expert_bias_E)
@@ -186,9 +191,9 @@ class FusedMoE(MoE):
             if not recomputing():
                 self.tokens_per_expert_E.add_(counts_E)
             if self.sequence_loss_coeff:
-                loss = balance.sequence_loss(all_scores_BLE, ids_BLK)
+                loss = balance.sequence_loss(all_scores_BLE, ids_BLK, self.sequence_ranks)
                 loss = loss * (self.sequence_loss_coeff / self.sequences_per_step)
-                scores_BLK = balance.with_loss(scores_BLK, loss)
+                scores_BLK = balance.with_loss(scores_BLK, loss, self.sequence_ranks)
                 self.loss = collect(self.loss, loss)
         # Before the routed experts, so that recompute has made all it needs when it comes to combine.
         shared_BLD = self.shared_experts(x_BLD) if self.shared_experts is not None else None
@@ -200,6 +205,13 @@ class FusedMoE(MoE):
         losses = [loss for loss in (self.loss, self.router.gate.loss) if loss is not None]
         self.loss = self.router.gate.loss = None
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.tokens_per_expert_E.device)
+
+    def forget(self) -> Tensor:
+        """Forget what was collected since the last step. Returns this rank's auxiliary losses of it."""
+        counts_E = self.tokens_per_expert_E
+        (counts_E.to_local() if isinstance(counts_E, DTensor) else counts_E).zero_()
+        self.routed_experts.dropped = None
+        return self.take_losses()
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         super()._init_self_buffers(buffer_device=buffer_device)

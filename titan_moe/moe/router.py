@@ -12,6 +12,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from titan_moe.moe import balance
+from titan_moe.rebuild import rebuilt
 
 
 class RouterGate(Linear):
@@ -27,13 +28,18 @@ class RouterGate(Linear):
         super().__init__(config)
         self.z_loss_coeff, self.sequences_per_step = config.z_loss_coeff, config.sequences_per_step
         self.loss: Tensor | None = None
+        self.sequence_ranks = balance.WHOLE
+
+    def parallelize(self, parallel_dims) -> None:
+        super().parallelize(parallel_dims)
+        self.sequence_ranks = balance.SequenceRanks.of(parallel_dims)
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(device_type=input.device.type, enabled=False):
-            logits_BLE = F.linear(input.float(), self.weight.float())
+            logits_BLE = F.linear(rebuilt(("norms",), torch.Tensor.float, input), self.weight.float())
             if self.z_loss_coeff and self.training:
-                loss = balance.z_loss(logits_BLE) * (self.z_loss_coeff / self.sequences_per_step)
-                logits_BLE = balance.with_loss(logits_BLE, loss)
+                loss = balance.z_loss(logits_BLE, self.sequence_ranks) * (self.z_loss_coeff / self.sequences_per_step)
+                logits_BLE = balance.with_loss(logits_BLE, loss, self.sequence_ranks)
                 self.loss = collect(self.loss, loss)
             return logits_BLE
 

@@ -1,0 +1,117 @@
+"""Before the first step: who trains in the run folder, and what this run is."""
+
+import os
+from pathlib import Path
+
+import titan_moe.runtime as runtime
+from titan_moe.runtime import DEVICE_TYPE
+
+import torch
+import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+from titan_moe import run_folder
+from titan_moe.config import Config
+from titan_moe.config_check import model_flavor
+from titan_moe.flavors import Flavor
+from titan_moe.mesh_check import microbatch_size, microbatches_per_step
+from titan_moe.metrics import Metrics
+from titan_moe.moe.balance import balanced_random_ids
+from titan_moe.moe.layer import choose_dispatcher, choose_experts
+from titan_moe.moe.layout import destinations
+from titan_moe.pipeline_layout import pipeline_layout
+from titan_moe.recompute_facts import saved_bytes
+from titan_moe.sources.record import Listing
+
+
+def claim_run_folder(config: Config, folder: Path, listing: Listing) -> int:
+    """Take the run folder and say in its run.json who trains there, on what; returns the attempt's number."""
+    record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
+    record["data"] = listing.summary()
+    return run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
+
+
+def report(
+    config: Config,
+    parallel_dims: ParallelDims,
+    folder: Path,
+    attempt: int,
+    metrics: Metrics,
+    total: int,
+    active: int,
+) -> None:
+    """What this run is, before its first step: folder, device, model size, types, the MoE region, tokens per step."""
+    _, dp_degree = runtime.batch_coordinates(parallel_dims)
+    t = config.training
+    batch, microbatches = microbatch_size(config), microbatches_per_step(config, dist.get_world_size())
+    tokens_per_step = batch * t.seq_len * dp_degree * microbatches
+    peak = "unknown" if metrics.peak_flops is None else f"{metrics.peak_flops / 1e12:,.0f} bf16 TFLOP/s"
+    logger.info(f"Run folder {folder}, attempt {attempt}; device {metrics.memory.device_name}, peak {peak}")
+    logger.info(f"Model {config.model.name} {config.model.flavor}: {total:,} parameters, {active:,} active per token")
+    logger.info(f"Parameters {t.dtype}, compute {t.mixed_precision_param}, reduction {t.mixed_precision_reduce}")
+    if parallel_dims.pp_enabled:
+        logger.info(pipeline_layout(config, model_flavor(config)).report())
+    for line in [*moe_report(config, parallel_dims), recompute_report(config)]:
+        logger.info(line)
+    logger.info(
+        f"Tokens per step: {batch} sequences x {t.seq_len} tokens x {dp_degree} data-parallel ranks x "
+        f"{microbatches} microbatches = {tokens_per_step:,}, {tokens_per_step * t.steps:,} in {t.steps} steps"
+    )
+
+
+def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
+    """What the start-up report says about the MoE region: the choices, each with its reason."""
+    flavor, m, ep = model_flavor(config), config.moe, parallel_dims.ep
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    dispatcher, why = choose_dispatcher(m.dispatcher, ep)
+    # Of the ranks of a microbatch, context ranks split its tokens; tensor ranks too with EP, else the hidden width.
+    split_tokens = parallel_dims.cp * (parallel_dims.tp if ep > 1 else 1)
+    tokens = microbatch_size(config) * config.training.seq_len // split_tokens
+    hidden = flavor.moe_hidden_dim // (1 if ep > 1 else parallel_dims.tp)
+    experts, reason = choose_experts(m.experts, DEVICE_TYPE, dtype, flavor.dim, hidden)
+    lines = [f"MoE: dispatcher {dispatcher} ({why}); experts {experts} ({reason}), weighting {m.weighting}"]
+    if m.capacity_factor is not None:
+        lines.append(f"MoE: capacity factor {m.capacity_factor} drops by {m.drop_policy}; dropped copies are reported")
+    if m.force_balance != "none":
+        ids_TK = forced_ids(m.force_balance, tokens, flavor)
+        ranks = destinations(ids_TK // (flavor.num_experts // ep), ep).sum(1).double().mean().item()
+        lines.append(
+            f"MoE: routing is forced ({m.force_balance}), the model does not learn to route; a token goes to "
+            f"{ranks:.3f} different ranks of {ep} in the mean"
+        )
+    if ep > 1 and config.activation_checkpoint.mode != "none":
+        kept = tokens * flavor.top_k * flavor.dim * dtype.itemsize / 2**20
+        what = "sent again in backward" if m.redispatch else "kept for backward"
+        lines.append(
+            f"MoE: received rows are {what}: up to {kept:,.1f} MiB per layer and microbatch at an even load, against "
+            f"{kept / flavor.top_k:,.1f} MiB of block input (moe.redispatch)"
+        )
+    return lines
+
+
+def forced_ids(how: str, tokens: int, flavor: Flavor) -> torch.Tensor:
+    """Expert ids [T, K] as the forced router chooses them; "balanced_random" draws new ones each time."""
+    if how == "round_robin":
+        return torch.arange(tokens * flavor.top_k).view(tokens, flavor.top_k) % flavor.num_experts
+    groups, kept = flavor.num_expert_groups, flavor.num_limited_groups
+    return balanced_random_ids(tokens, flavor.top_k, flavor.num_experts, groups, kept, device="cpu")
+
+
+def recompute_report(config: Config) -> str:
+    """What the start-up report says about activation checkpointing."""
+    chosen, flavor, p = config.activation_checkpoint, model_flavor(config), config.parallelism
+    if chosen.mode != "none" or not chosen.recompute:
+        return f"Activation checkpointing: {chosen.mode}"
+    tokens = microbatch_size(config) * config.training.seq_len // p.context_parallel_degree
+    itemsize = getattr(torch, config.training.mixed_precision_param).itemsize
+
+    def saved(*parts: str, moe: bool = True) -> str:
+        saves = saved_bytes(flavor, tokens, itemsize, parts, moe=moe, tensor=p.tensor_parallel_degree)
+        return f"{saves / 2**20:,.1f} MiB"
+
+    each = ", ".join(f"{part} {saved(part)}" for part in chosen.recompute)
+    return (
+        f"Activation checkpointing: made again in backward, of each MoE layer and microbatch: {each}; together "
+        f"{saved(*chosen.recompute)}, of a dense layer {saved(*chosen.recompute, moe=False)}"
+    )
