@@ -30,13 +30,28 @@ def test_shares_are_exact_over_a_block_of_all_shards(weights: list[float], num_s
     assert all(abs(counts[i] - N * num_shards * share) <= 1 for i, share in enumerate(shares))
 
 
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.floats(0.2, 5), min_size=2, max_size=4), st.sampled_from([2, 3, 5]))
+def test_shards_read_at_equal_rates(weights: list[float], num_shards: int) -> None:
+    """After S blocks every shard has had the same number of each source's samples; and never is one far ahead."""
+    N = block_size(weights)
+    for block in range(1, num_shards + 1):
+        counts = []
+        for shard in range(num_shards):
+            schedule = Schedule(weights, shard, num_shards, 0)
+            first_of_next = [schedule.place(k) for k in range(block * N, block * N + N)]
+            counts.append([min((n for i, n in first_of_next if i == source)) for source in range(len(weights))])
+        spread = [max(column) - min(column) for column in zip(*counts, strict=True)]
+        assert max(spread) <= (0 if block == num_shards else 1 + num_shards // 2)
+
+
 def test_each_source_is_counted_without_a_gap() -> None:
     """Beginning at any sample gives what going there step by step does."""
     walked = Schedule([3, 1, 2.5], 1, 4, "seed")
-    places = [walked.place(k) for k in range(3000)]
+    places = [walked.place(k) for k in range(6000)]
     for source in range(3):
         assert [n for i, n in places if i == source] == list(range(sum(i == source for i, _ in places)))
-    for k in (2999, 1024, 1023, 0, 2048):
+    for k in (5999, 1024, 1023, 0, 4096):
         assert Schedule([3, 1, 2.5], 1, 4, "seed").place(k) == places[k]
 
 

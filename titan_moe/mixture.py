@@ -1,11 +1,11 @@
 """Which source each sample of a shard comes from, and which pieces each shard has.
 
 Weights are shares of the tokens, which is to say of the samples: all have L. A shard takes its samples in blocks of N.
-In every block of shard s, N points (j + (s + 1/2) / S) / N, j < N, fall into the sources' intervals of [0, 1), and each
-source gives as many samples as points fell into its own; only their order in the block is drawn anew, from a hash. All
-S shards together have S x N equally spaced points, so over S x N samples the mixture is as the weights say, to one
-sample; and how many samples of a source come before sample k of a shard is a matter of arithmetic: there is nothing to
-store, and any rank can begin anywhere.
+In block b of shard s, N points (j + (o + 1/2) / S) / N, j < N, o = (s + b) mod S, fall into the sources' intervals of
+[0, 1), and each source gives as many samples as points fell into its own; only their order in the block is drawn anew,
+from a hash. One block of all S shards, and S blocks of one shard, have S x N equally spaced points, so over so many
+samples the mixture is as the weights say, to one sample; and how many samples of a source come before sample k of a
+shard is a matter of arithmetic: there is nothing to store, and any rank can begin anywhere.
 
 A source is dealt to as many shards as it has pieces for: the largest divisor S_i of S that leaves none without a piece.
 Where S_i < S, S / S_i logical shards take turns at the samples of one.
@@ -24,7 +24,7 @@ from titan_moe.sources.piece import Piece
 from titan_moe.tokenizer import Tokenizer
 
 MIN_BLOCK, MAX_BLOCK = 1 << 10, 1 << 20
-POINTS = 16  # of the lightest source in a block: shards then read it at rates that differ by 1 in 16 at most
+POINTS = 16  # of the lightest source in a block, so that it comes up regularly
 
 
 def count_shards(num_shards: int, num_pieces: int) -> int:
@@ -69,20 +69,29 @@ class Schedule:
         self.block_size = block_size(weights)
         points = num_shards * self.block_size
         # Point t is at (t + 1/2) / points; a source has those below the end of its interval, and not below its start.
-        ends = [ceil(sum(shares[: i + 1]) / sum(shares) * points - Fraction(1, 2)) for i in range(len(shares))]
-        self._sources = np.searchsorted(ends, np.arange(self.block_size) * num_shards + shard, side="right")
-        self._per_block = np.bincount(self._sources, minlength=len(shares)).tolist()
-        self._block, self._order = -1, self._sources
+        self._ends = [ceil(sum(shares[: i + 1]) / sum(shares) * points - Fraction(1, 2)) for i in range(len(shares))]
+        # For each of S blocks in a row, how many of each source's samples come before it; and in all S.
+        offsets = (shard + np.arange(num_shards))[:, None] % num_shards
+        below = -((offsets - np.array([0, *self._ends])) // num_shards)  # points t < end with t mod S = offset
+        self._before = np.zeros((num_shards + 1, len(shares)), np.int64)
+        self._before[1:] = np.cumsum(np.diff(below, axis=1), axis=0)
+        self._block, self._order = -1, np.empty(0, np.int64)  # the newest block, and its sources in order
 
     def place(self, k: int) -> tuple[int, int]:
-        if len(self._per_block) == 1:
+        if len(self._ends) == 1:
             return 0, k
         block, j = divmod(k, self.block_size)
+        cycle, turn = divmod(block, len(self._before) - 1)
         if block != self._block:
             self._block = block
-            self._order = self._sources[permutation(self.block_size, "mixture", self.seed, self.shard, block)]
+            points = np.arange(self.block_size) * (len(self._before) - 1) + (self.shard + turn) % (
+                len(self._before) - 1
+            )
+            sources = np.searchsorted(self._ends, points, side="right")
+            self._order = sources[permutation(self.block_size, "mixture", self.seed, self.shard, block)]
         source = int(self._order[j])
-        return source, block * self._per_block[source] + int((self._order[:j] == source).sum())
+        before = cycle * self._before[-1, source] + self._before[turn, source]
+        return source, int(before) + int((self._order[:j] == source).sum())
 
 
 class Mixture:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100  # the label that no loss is computed for
 ENCODE_BYTES = 1 << 16  # of text tokenized in one call
-SHOWN_FAULTS = 5  # of one stream; all are counted
+SHOWN_FAULTS = 5  # of one source, in one process; all are counted
 
 
 class State(NamedTuple):
@@ -54,7 +54,7 @@ class Encoder:
     """A source's documents as token ids: by the tokenizer, or as they are; with what its on_error does about others."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
-        self.source, self.tokenizer = source, tokenizer
+        self.source, self.tokenizer, self._shown = source, tokenizer, set[str]()
         self.bos = tokenizer.bos_id is not None if source.add_bos is None else source.add_bos
         self.eos = source.add_eos is not False
 
@@ -82,15 +82,16 @@ class Encoder:
             return Fault(f"has token id {largest}, but the tokenizer has only {self.tokenizer.vocab_size}")
         return ids
 
-    def take(self, fault: Fault, piece: Piece, document: int, seen: int) -> None:
-        """Raise, or show the first few of a stream that has skipped `seen` before."""
+    def take(self, fault: Fault, piece: Piece, document: int) -> None:
+        """Raise, or show the first few."""
         if self.source.on_error == "raise":
             raise ValueError(
                 f"{piece.where(document, fault.at)}: {fault.reason}. "
                 'To leave such documents out, set on_error = "skip" (training.dataloader, or its training.mixture)'
             )
-        if seen < SHOWN_FAULTS:
-            logger.warning(f"Skipped {piece.where(document, fault.at)}: {fault.reason}")
+        if len(self._shown) < SHOWN_FAULTS and (where := piece.where(document, fault.at)) not in self._shown:
+            self._shown.add(where)
+            logger.warning(f"Skipped {where}: {fault.reason}")
 
 
 class ShardStream:
@@ -150,7 +151,7 @@ class ShardStream:
                 continue
             self.document, tokens = self._ready[0]
             if isinstance(tokens, Fault):
-                self.encoder.take(tokens, self._piece(), self.document, self.skipped)
+                self.encoder.take(tokens, self._piece(), self.document)
                 self.skipped += 1
             elif tokens.size:
                 if self.token >= tokens.size:

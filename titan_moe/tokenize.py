@@ -54,7 +54,7 @@ def encode(piece: Piece, encoder: Encoder, dtype: str) -> Encoded:
     for number, ids in enumerate(_encoded(piece, encoder)):
         if isinstance(ids, Fault):
             if encoder.source.on_error == "raise":
-                encoder.take(ids, piece, number, 0)
+                encoder.take(ids, piece, number)
             skipped.append(f"{piece.where(number, ids.at)}: {ids.reason}")
         elif ids.size:
             found.append(ids.astype(dtype))
