@@ -17,7 +17,7 @@ import pytest
 
 from tests.distributed.harness import SMALL_FP32, torchrun
 from tests.hub_server import Hub, serving
-from tests.pieces import jsonl
+from tests.pieces import jsonl, listed
 from tests.test_own_data import parquet
 from titan_moe.sources import hub
 
@@ -61,7 +61,7 @@ def script(code: str, url: str, folder: Path, **more: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("files", [PARQUET, JSONL], ids=["parquet", "jsonl"])
+@pytest.mark.parametrize("files", [PARQUET, pytest.param(JSONL, marks=pytest.mark.slow)], ids=["parquet", "jsonl"])
 def test_rows_arrive_though_connections_drop(tmp_path: Path, files: dict[str, bytes]) -> None:
     """In the middle of a file, with the training process reading and with two workers; from any row on."""
     code = """
@@ -118,10 +118,17 @@ def test_what_cannot_be_read_is_named_in_good_time(tmp_path: Path) -> None:
     assert "Resume from the last checkpoint when the hub answers again" in message
 
 
-def test_without_a_network(tmp_path: Path) -> None:
-    offline = script('refused("hf:me/texts")', "http://127.0.0.1:9", tmp_path, HF_HUB_OFFLINE="1")
-    assert 'dataset = "hf:me/texts" cannot be listed at http://127.0.0.1:9, HF_HUB_OFFLINE is set' in offline
-    assert "without a network, download the files beforehand" in offline
+def test_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # what the variable sets, before the import
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match=r'"hf:me/texts" cannot be listed at https://.*, HF_HUB_OFFLINE is set\. Check'
+    ) as e:
+        listed("hf:me/texts")
+    assert "without a network, download the files beforehand" in str(e.value)
 
 
 @pytest.mark.slow

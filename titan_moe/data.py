@@ -233,8 +233,8 @@ def build_dataloader(
     for source, dealt in zip(sources, dataset.mixture.pieces, strict=True):
         if len(dealt) < S and dp_rank == 0:
             logger.warning(
-                f"{source.dataset} has {len(source.pieces)} pieces for {S} shards: {S} / {len(dealt)} shards take turns "
-                "at each of its streams and read all of it; fewer training.dataloader.num_shards would read less"
+                f"{source.dataset} has {len(source.pieces)} pieces for {S} shards: {S} / {len(dealt)} of them take "
+                "turns at each of its streams and read all of it; fewer training.dataloader.num_shards would read less"
             )
     workers = min(loading.num_workers, M)
     if workers < loading.num_workers and dp_rank == 0:
