@@ -118,7 +118,8 @@ def test_what_is_wrong_in_a_table_is_told(tmp_path) -> None:
     path.write_text('[[training.mixture]]\nwieght = 2\non_error = "skipp"\n')
     with pytest.raises(ValueError, match="training.mixture") as error:
         load([str(path)])
-    for part in ("wieght = 2: unknown key (did you mean weight?)", "on_error = 'skipp': choose from", "needs dataset"):
+    unknown = "training.mixture[0].wieght = 2: unknown key (did you mean weight?)"
+    for part in (unknown, "on_error = 'skipp': choose from", "needs dataset"):
         assert part in str(error.value)
     config = Config()
     config.training.mixture = [DataSource(dataset="", weight=0), DataSource(dataset="a", weight=float("nan"))]
