@@ -1,6 +1,7 @@
-"""Parallelism: calls into torchtitan, plus what makes gradient accumulation and recompute cheap.
+"""Parallelism: calls into torchtitan.
 
-Order matters and is torchtitan's: shardings declared in the config tree, activation checkpointing, FSDP2, compile.
+Order matters and is torchtitan's: the model is cut into pipeline stages; then, for each, come the shardings declared in
+the config tree, activation checkpointing, FSDP2, compile.
 """
 
 from functools import partial
