@@ -177,6 +177,11 @@ CASES = [
         "[compile]\nenable = true",
         world=2,
     ),
+    case(
+        '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "DualPipeV"\n'
+        'fsdp_reshard_after_forward = "always"',
+        world=2,
+    ),
     # recompute
     case('activation_checkpoint.recompute = ["norms"]'),
     case('[activation_checkpoint]\nmode = "none"\nrecompute = ["norms", "swiglu"]\n[compile]\nenable = true'),

@@ -18,7 +18,7 @@ class Checkpointer:
     [
         ("Missing key in checkpoint state_dict: layers.4.ffn_norm.weight.", "another model: put .model. back"),
         ("Size mismatch between saved torch.Size([2]) and current: torch.Size([3])", "another model: put .model. back"),
-        ("Missing key in checkpoint state_dict: dataloader.shard.16.", "fewer shards: put .*num_shards back"),
+        ("Missing key in checkpoint state_dict: dataloader.shard.16.", "fewer shards or sources: put .*training"),
         (
             "Missing key in checkpoint state_dict: optimizer.state.norm.weight.step.",
             "only weights .* checkpoint.load_step",
