@@ -283,8 +283,8 @@ class Training:
 @dataclass(kw_only=True)
 class Loss:
     num_chunks: int = 8
-    """The output head and the cross-entropy run over this many pieces of the sequence, so that the logits of a whole
-    sequence never exist at once; 1: all at once"""
+    """The output head and the cross-entropy run over this many pieces of a microbatch, so that the logits of all of
+    its tokens never exist at once; 1: all at once"""
 
     mtp_coeff: float = 0.3
     """Weight of the mean cross-entropy of the multi-token prediction layers; DeepSeek-V3 had 0.3, then 0.1"""
