@@ -78,9 +78,8 @@ def check(config: Config, world_size: int) -> list[str]:
 
 def model_flavor(config: Config) -> flavors.Flavor:
     """The model's sizes: those of model.flavor, with what the [model] section replaces."""
-    return flavors.resolve(
-        config.model.flavor, {field.name: getattr(config.model, field.name) for field in fields(flavors.Flavor)}
-    )
+    sizes = {field.name: getattr(config.model, field.name, None) for field in fields(flavors.Flavor)}
+    return flavors.resolve(config.model.flavor, sizes)
 
 
 def data_parallel_degree(config: Config, world_size: int) -> tuple[int, int]:
