@@ -5,7 +5,7 @@ token 6 n; attention over a sequence of s costs it 6 s times the widths of a que
 Two conventions differ in the attention alone:
 
 - causal (Megatron): a token sees half of the sequence on average, s/2;
-- full (torchtitan 0.2, older MaxText): all of it. For DeepSeek-V3 at 4,096 tokens the total is 12 % higher, for the same
+- full (torchtitan, older MaxText): all of it. For DeepSeek-V3 at 4,096 tokens the total is 12 % higher, for the same
   speed: that is why this planner shows tokens per second first.
 
 Neither counts norms, softmax, embedding, permutation, quantization or anything computed twice, so recompute lowers MFU;
