@@ -8,7 +8,7 @@ import pytest
 from titan_moe.flavors import FLAVORS, PUBLISHED
 from titan_moe.plan.flops import per_token
 
-RUNS = Path(__file__).parents[2] / "benchmarks" / "published_runs.csv"
+RUNS = Path(__file__).parents[2] / "titan_moe" / "plan" / "published_runs.csv"
 DEEPSEEK = PUBLISHED["DeepSeek-V3 671B"]
 
 
