@@ -144,11 +144,16 @@ class Job:
     def num_mtp_layers(self) -> int:
         return sum(stage.mtp for stage in self.stages)
 
-    def stages_of_rank(self, rank: int) -> list[Stage]:
-        """The stages of one pipeline rank: every pp-th, or with a V-shaped schedule one from each end."""
+    def stage_indices(self, rank: int) -> list[int]:
+        """Places in `stages` of what one pipeline rank holds: every pp-th, or with a V-shaped schedule one from each
+        end."""
         if self.vp == 2 and self.schedule in ("ZBVZeroBubble", "DualPipeV"):
-            return [self.stages[rank], self.stages[2 * self.pp - 1 - rank]]
-        return list(self.stages[rank :: self.pp])
+            return [rank, 2 * self.pp - 1 - rank]
+        return list(range(rank, len(self.stages), self.pp))
+
+    def stages_of_rank(self, rank: int) -> list[Stage]:
+        """The stages that one pipeline rank holds."""
+        return [self.stages[i] for i in self.stage_indices(rank)]
 
     @staticmethod
     def from_row(row: Mapping[str, str]) -> "Job":

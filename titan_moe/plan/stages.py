@@ -66,14 +66,15 @@ def from_counts(counts: list[int], n_dense: int, mtp: int) -> tuple[Stage, ...]:
     return from_pieces(pieces, n_dense)
 
 
-def balanced(layers: int, stages: int, n_dense: int, mtp: int, *, ends_weigh: int = 1) -> tuple[Stage, ...]:
-    """Stages that are as even as whole layers allow, when embedding and head each weigh as much as `ends_weigh` layers
-    and an MTP layer as much as one."""
-    slots = layers + mtp + 2 * ends_weigh
+def balanced(layers: int, stages: int, n_dense: int, mtp: int) -> tuple[Stage, ...]:
+    """Stages that are as even as whole layers allow, when the embedding, each MTP layer and each head (one more with
+    MTP) weigh as much as a layer."""
+    heads = 1 + mtp
+    slots = layers + 1 + mtp + heads
     sizes = [slots // stages + (i < slots % stages) for i in range(stages)]
-    sizes[0] -= ends_weigh
-    sizes[-1] -= ends_weigh + mtp
-    while min(sizes) < 0:  # more stages than pieces, or an MTP layer too big for the last stage: take from the fullest
+    sizes[0] -= 1
+    sizes[-1] -= mtp + heads
+    while min(sizes) < 0:  # the last stage is full with less: the others take from the fullest
         sizes[sizes.index(max(sizes))] -= 1
         sizes[sizes.index(min(sizes))] += 1
     return from_counts(sizes, n_dense, mtp)

@@ -1,0 +1,286 @@
+"""The kernels of one layer: what runs, how long each takes alone, and how many launches it costs the host.
+
+A layer is listed once as forward and backward of one microbatch on one rank. Each kernel has a part (what the report
+adds it to), a block (what schedule.py orders: "attention" up to the router's input, "experts" between dispatch and
+combine, "shared" beside them) and a phase; weight gradients are apart because some schedules move them.
+
+The bytes of a kernel are counted where it runs, never again in the kernel that a profile fuses it into.
+
+Shape letters: T tokens of this rank, D model width, F expert hidden width, E experts, e local experts, K top-k.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_moe.flavors import Flavor
+from titan_moe.plan import kernels
+from titan_moe.plan.constants import Constants
+from titan_moe.plan.job import Job
+from titan_moe.plan.profiles import Software
+
+Kind = Literal["dense", "moe", "mtp"]
+Block = Literal["attention", "router", "experts", "shared"]
+Phase = Literal["forward", "backward", "wgrad"]
+
+IMBALANCE = {"natural": 1.15, "balanced_random": 1.02, "round_robin": 1.0}
+"""Rows of the busiest rank over the mean. Learned routing: forced balance ran a Qwen3-235B 1.24 times (16 k tokens) and
+1.09 times (128 k) as fast as learned, of which experts and their traffic are the half"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One kind of kernel of a layer; seconds and launches of all its instances in one microbatch."""
+
+    name: str
+    part: str
+    block: Block
+    phase: Phase
+    seconds: float
+    launches: float
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear layer: contraction k, output n, rows per group, groups; whether its input comes from a norm or SwiGLU."""
+
+    name: str
+    block: Block
+    k: float
+    n: float
+    rows: float
+    groups: int = 1
+    source: Literal["norm", "swiglu", "other"] = "other"
+
+
+def layer_kernels(job: Job, kind: Kind, software: Software, c: Constants) -> list[Kernel]:
+    """All kernels of one layer, forward and backward."""
+    build = _Builder(job, kind, software, c)
+    return list(build.kernels())
+
+
+def linears(job: Job, kind: Kind) -> list[Linear]:
+    """The layer's GEMMs as this rank runs them."""
+    f, T, tp = job.model, job.tokens * job.tp, job.tp
+    found = _attention_linears(f, T, tp)
+    if kind == "dense":
+        hidden = f.dense_hidden_dim / tp
+        return [
+            *found,
+            Linear("MLP gate and up", "shared", f.dim, 2 * hidden, T, source="norm"),
+            Linear("MLP down", "shared", hidden, f.dim, T, source="swiglu"),
+        ]
+    e = f.num_experts // job.ep
+    rows = job.tokens * f.top_k / e * IMBALANCE[job.routing]
+    found += [
+        Linear("experts gate and up", "experts", f.dim, 2 * f.moe_hidden_dim, rows, e),
+        Linear("experts down", "experts", f.moe_hidden_dim, f.dim, rows, e, source="swiglu"),
+    ]
+    if f.num_shared_experts:
+        hidden = f.num_shared_experts * f.moe_hidden_dim / tp
+        found += [
+            Linear("shared gate and up", "shared", f.dim, 2 * hidden, T, source="norm"),
+            Linear("shared down", "shared", hidden, f.dim, T, source="swiglu"),
+        ]
+    if kind == "mtp":
+        found.append(Linear("MTP projection", "attention", 2 * f.dim, f.dim / tp, T, source="norm"))
+    return found
+
+
+def _attention_linears(f: Flavor, T: float, tp: int) -> list[Linear]:
+    qk, heads = f.qk_nope_head_dim + f.qk_rope_head_dim, f.n_heads / tp
+    out = Linear("attention out", "attention", heads * f.v_head_dim, f.dim, T)
+    if f.attention == "gqa":
+        width = heads * qk + f.num_kv_heads / tp * (qk + f.v_head_dim)
+        return [Linear("attention qkv", "attention", f.dim, width, T, source="norm"), out]
+    q = [Linear("q", "attention", f.dim, heads * qk, T, source="norm")]
+    if f.q_lora_rank:
+        q = [
+            Linear("q down", "attention", f.dim, f.q_lora_rank, T, source="norm"),
+            Linear("q up", "attention", f.q_lora_rank, heads * qk, T, source="norm"),
+        ]
+    return [
+        *q,
+        Linear("kv down", "attention", f.dim, f.kv_lora_rank + f.qk_rope_head_dim, T, source="norm"),
+        Linear("kv up", "attention", f.kv_lora_rank, heads * (f.qk_nope_head_dim + f.v_head_dim), T, source="norm"),
+        out,
+    ]
+
+
+class _Builder:
+    def __init__(self, job: Job, kind: Kind, software: Software, c: Constants) -> None:
+        self.job, self.kind, self.software, self.c = job, kind, software, c
+        self.moe = kind != "dense"
+
+    def kernels(self) -> Iterator[Kernel]:
+        for linear in linears(self.job, self.kind):
+            yield from self._linear(linear)
+        yield from self._core_attention()
+        yield from self._elementwise()
+        if self.moe:
+            yield from self._routing()
+
+    # GEMMs, and the quantization of their inputs and output gradients
+    def _linear(self, at: Linear) -> Iterator[Kernel]:
+        job, hw, c, precision = self.job, self.job.hardware, self.c, self.job.precision
+        grouped = at.block == "experts"
+        part = "grouped_gemm" if grouped else "dense_gemm"
+        one_launch = self.software.grouped_launch or job.fused_grouped_mlp or not grouped
+        launches = 1 if one_launch else at.groups
+        again = self._recomputed(at)
+
+        def gemm(phase: kernels.Phase) -> float:
+            return kernels.gemm_seconds(hw, precision, phase, at.rows, at.n, at.k, c, at.groups)
+
+        yield Kernel(name=at.name, part=part, block=at.block, phase="forward", seconds=gemm("forward"), launches=launches)
+        yield Kernel(
+            name=f"{at.name} dgrad",
+            part=part,
+            block=at.block,
+            phase="backward",
+            seconds=gemm("dgrad") + again * gemm("forward"),
+            launches=launches * (1 + again),
+        )
+        yield Kernel(
+            name=f"{at.name} wgrad", part=part, block=at.block, phase="wgrad", seconds=gemm("wgrad"), launches=launches
+        )
+        if precision == "bf16":
+            return
+        x, dy = at.rows * at.groups * at.k, at.rows * at.groups * at.n
+        fused_mlp = grouped and job.fused_grouped_mlp
+        x_free = fused_mlp and at.source == "swiglu"
+        dy_free = fused_mlp and at.source != "swiglu"
+        # A producer that writes the quantized form saves its BF16 write and our read.
+        saved = 4.0 * x if self.software.quantize_in_norm and at.source == "norm" else 0.0
+        casts = 1 if precision in ("mxfp8", "fp8_block") else 2
+        swizzles = 0 if self.software.fused_swizzle or precision not in ("mxfp8", "nvfp4") else at.groups
+        each = casts + swizzles
+        yield Kernel(
+            name=f"quantize {at.name} input",
+            part="quantize",
+            block=at.block,
+            phase="forward",
+            seconds=0.0 if x_free else kernels.quantize_seconds(hw, precision, x, saved, c),
+            launches=0 if x_free or saved else each,
+        )
+        yield Kernel(
+            name=f"quantize {at.name} gradient",
+            part="quantize",
+            block=at.block,
+            phase="backward",
+            seconds=(0.0 if dy_free else kernels.quantize_seconds(hw, precision, dy, 0.0, c))
+            + again * kernels.quantize_seconds(hw, precision, x, saved, c),
+            launches=(0 if dy_free else each) + again * each,
+        )
+
+    def _recomputed(self, at: Linear) -> float:
+        """Share of this GEMM's forward that backward repeats."""
+        job = self.job
+        if job.recompute_mode == "full":
+            return 1.0
+        if job.recompute_mode == "selective":
+            return 0.5  # torchtitan keeps every second product
+        named = {"q up": "mla_up_proj", "kv up": "mla_up_proj", "MLP gate and up": "mlp", "MLP down": "mlp"}
+        named |= {"shared gate and up": "shared_expert", "shared down": "shared_expert"}
+        named |= {"experts gate and up": "moe", "experts down": "moe"}
+        return float(named.get(at.name) in job.recompute)
+
+    def _core_attention(self) -> Iterator[Kernel]:
+        job, f = self.job, self.job.model
+        width = f.n_heads * (f.qk_nope_head_dim + f.qk_rope_head_dim + f.v_head_dim) / job.tp
+        flops = job.tokens * job.tp * job.seq_len * width  # causal: 2 FLOPs x half of the positions
+        again = job.recompute_mode == "full" or "core_attention" in job.recompute
+
+        def seconds(backward: bool) -> float:
+            work = 2.5 * flops if backward else flops
+            return kernels.attention_seconds(
+                job.hardware, work, job.seq_len, backward=backward, fp8=job.fp8_attention
+            )
+
+        yield self._kernel("core attention", "attention", "attention", "forward", seconds(False), 3)
+        yield self._kernel(
+            "core attention backward", "attention", "attention", "backward", seconds(True) + again * seconds(False), 5
+        )
+
+    # Memory-bound kernels. Bytes per token of this rank in BF16, forward and backward.
+    def _elementwise(self) -> Iterator[Kernel]:
+        job, f, T = self.job, self.job.model, self.job.tokens
+        again_all = job.recompute_mode in ("full", "selective")
+
+        def both(name, block, forward, backward, launches, part="elementwise", again=False) -> Iterator[Kernel]:
+            rate = kernels.hbm_bytes_per_s(job.hardware, self.c)
+            yield self._kernel(name, part, block, "forward", forward / rate, launches[0])
+            backward += (again or again_all) * forward
+            yield self._kernel(f"{name} backward", part, block, "backward", backward / rate, launches[1])
+
+        # Two norms (read, write; backward reads x and dy, writes dx) and two residual additions with their gradients.
+        D = f.dim * T
+        norms = 1.0 + (f.q_lora_rank + f.kv_lora_rank) * job.tp / (2 * f.dim)
+        yield from both("norms", "attention", 8 * D * norms, 12 * D * norms, (4, 8), again="norms" in job.recompute)
+        yield from both("residuals", "attention", 12 * D, 12 * D, (2, 2))
+        qk, heads = f.qk_nope_head_dim + f.qk_rope_head_dim, f.n_heads / job.tp
+        full = T * job.tp
+        if f.attention == "gqa":  # norm of q and k, then rotary, each read and written
+            moved = 2.0 * 2 * 2 * (heads + f.num_kv_heads / job.tp) * qk * full
+            yield from both("rotary and qk norm", "attention", moved, 1.5 * moved, (6, 8))
+        else:  # rotary in place on q; k joined from two parts and v split off: read and written
+            rope = 2 * f.qk_rope_head_dim
+            moved = 2.0 * heads * (rope + f.qk_nope_head_dim + qk + 2 * f.v_head_dim) * full
+            again = "mla_up_proj" in job.recompute
+            yield from both("rotary and head layout", "attention", moved, moved, (4 + 4, 4 + 6 + 12 * again), again=again)
+        again = "swiglu" in job.recompute
+        if not self.moe:
+            rows = full * f.dense_hidden_dim / job.tp
+            yield from both("SwiGLU", "shared", 6 * rows, 10 * rows, (1, 1), again="mlp" in job.recompute)
+            return
+        if f.num_shared_experts:
+            rows = full * f.num_shared_experts * f.moe_hidden_dim / job.tp
+            shared = "shared_expert" in job.recompute
+            yield from both("shared SwiGLU", "shared", 6 * rows, 10 * rows, (3, 3), again=shared)
+        if not job.fused_grouped_mlp:  # fused: inside the GEMMs
+            rows = T * f.top_k * IMBALANCE[job.routing] * f.moe_hidden_dim
+            late = 0 if job.early_weighting else 4 * T * f.top_k * f.dim
+            yield from both("experts SwiGLU", "experts", 6 * rows + late, 10 * rows + 2 * late, (1, 1), again=again)
+
+    # Router, and the copies around the experts
+    def _routing(self) -> Iterator[Kernel]:
+        job, f, T, software = self.job, self.job.model, self.job.tokens, self.software
+        rate = kernels.hbm_bytes_per_s(job.hardware, self.c)
+        passes = 4 if software.fused_router else 20
+        logits = T * (2.0 * f.dim + 4.0 * f.num_experts * passes)
+        launches = (5, 6) if software.fused_router else (20, 24)
+        yield self._kernel("router", "router", "router", "forward", logits / rate, launches[0])
+        yield self._kernel("router backward", "router", "router", "backward", 1.5 * logits / rate, launches[1])
+        sorting = {"alltoall": 14, "dedup": 20, "local": 8}.get(job.dispatcher, 8)
+        yield self._kernel("dispatch plan", "router", "router", "forward", 0.0, sorting)
+        moved = permute_bytes(job, software)
+        rate = kernels.hbm_bytes_per_s(job.hardware, self.c, permute=True)
+        count = 2 if software.fused_permute else 8
+        if job.dispatcher == "alltoall":
+            count *= 2
+        for phase in ("forward", "backward"):
+            yield self._kernel(f"permute {phase}", "permute", "experts", phase, moved / rate, count)
+
+    def _kernel(self, name: str, part: str, block: Block, phase: Phase, seconds: float, launches: float) -> Kernel:
+        return Kernel(name=name, part=part, block=block, phase=phase, seconds=seconds, launches=launches)
+
+
+def permute_bytes(job: Job, software: Software) -> float:
+    """Bytes of permute and unpermute in one direction (forward or backward) of one microbatch.
+
+    `alltoall` copies tokens into K rows before the exchange and sorts what it received by expert; unpermuting is the
+    reverse. Transports that deduplicate expand what they received, U rows a token, to K rows; HybridEP writes rows in
+    place as it receives them and reads them so as it sends.
+    """
+    from titan_moe.plan.traffic import unique_places
+
+    f, row = job.model, 2.0 * job.model.dim * job.tokens
+    K = f.top_k * IMBALANCE[job.routing]
+    if job.dispatcher in ("alltoall", "local"):
+        sort = 2 * K if job.ep > 1 and f.num_experts > job.ep else 0
+        one_way = (1 + K) + sort
+    else:
+        one_way = unique_places(f, job.routing, job.ep) + K
+    unfused = 1.0 if software.fused_permute else 2.5
+    first = 0.516 if software.fp8_dispatch else 1.0
+    return row * one_way * unfused * (1 + first)
