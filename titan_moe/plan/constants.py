@@ -22,13 +22,13 @@ class Constants:
     rows_half: float
     wgrad: float
     hbm: float
+    kernel_gap_us: float
     host_us: float
     host_drift: float
     host_norm: float
     comm: float
     contention: float
     overlap_miss: float
-    straggle: float
 
 
 @dataclass(frozen=True, kw_only=True)

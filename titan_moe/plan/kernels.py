@@ -4,8 +4,8 @@ A GEMM of m rows, contraction k, output n runs at
 
     peak x e x k/(k + K_HALF) x m/(m + rows_half),
 
-or at HBM speed if its bytes take longer. e is the saturated share of peak (constants gemm_fp8, gemm_bf16). The two
-saturations are fill times of the pipeline in FLOPs, so they grow with the peak: the tables' 2 PFLOPS is the unit. Weight
+or at HBM speed if its bytes take longer. e is the saturated share of peak (constants gemm_fp8, gemm_bf16). Few rows are
+a fill time of the machine in FLOPs, so rows_half grows with the peak: the tables' 2 PFLOPS is the unit. Weight
 gradients contract over the rows, so that few rows per expert hurt them twice; `wgrad` is their further loss.
 
 Memory-bound kernels are bytes over a share of the HBM bandwidth. Kernels that permute or transpose reach less.
@@ -18,9 +18,10 @@ from typing import Literal
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.hardware import Hardware, Precision
 
-UNIT_TFLOPS = 2000.0  # peak at which K_HALF and rows_half hold
-K_HALF = 556.0
-"""H800 DeepGEMM FP8, K 7168 over K 2048: 1,297 / 1,099 TFLOPS; B200 BF16 grouped GEMM: 1,028 / 865, the same ratio"""
+UNIT_TFLOPS = 2000.0  # peak at which rows_half holds
+K_HALF = {"bf16": 556.0, "fp8_current": 556.0, "fp8_block": 556.0, "mxfp8": 200.0, "nvfp4": 200.0}
+"""H800 DeepGEMM FP8, K 7168 over K 2048: 1,297 / 1,099 TFLOPS; B200 BF16 grouped GEMM: 1,028 / 865, the same ratio. B200
+MXFP8: dgrad, which contracts over 2048, 0.99 of forward over 7168"""
 
 HBM_SHARE = {"ampere": 0.80, "hopper": 0.75, "blackwell": 0.666, "blackwell_ultra": 0.666, "cdna3": 0.70, "cdna4": 0.666}
 """Share of peak bandwidth of elementwise kernels: B200 measured 0.666; the slower memories are easier to fill"""
@@ -38,6 +39,7 @@ _TABLE_PEAK = {"H200": 989.0, "GB200": 2500.0, "GB300": 2500.0}
 SEQUENCE_HALF = 400.0  # tokens: causal kernels gain with length, as blocks on the diagonal are half wasted
 
 Phase = Literal["forward", "dgrad", "wgrad"]
+PHASES: tuple[Phase, ...] = ("forward", "dgrad", "wgrad")
 
 
 def gemm_seconds(
@@ -48,7 +50,7 @@ def gemm_seconds(
     scale = peak / UNIT_TFLOPS
     saturated = (c.gemm_bf16 if precision == "bf16" else c.gemm_fp8) * peak * 1e12
     contraction = {"forward": k, "dgrad": n, "wgrad": m}[phase]
-    share = contraction / (contraction + K_HALF * scale)
+    share = contraction / (contraction + K_HALF[precision])
     share *= c.wgrad if phase == "wgrad" else m / (m + c.rows_half * scale)
     arithmetic = 2.0 * groups * m * n * k / (saturated * share)
     width = 2.0 if precision == "bf16" else 0.5625 if precision == "nvfp4" else 1.03

@@ -4,6 +4,8 @@ A layer is listed once as forward and backward of one microbatch on one rank. Ea
 adds it to), a block (what schedule.py orders: "attention" up to the router's input, "experts" between dispatch and
 combine, "shared" beside them) and a phase; weight gradients are apart because some schedules move them.
 
+A kernel also costs the GPU a few microseconds to fill and drain (constant `kernel_gap_us`), graph or not.
+
 The bytes of a kernel are counted where it runs, never again in the kernel that a profile fuses it into.
 
 Shape letters: T tokens of this rank, D model width, F expert hidden width, E experts, e local experts, K top-k.
@@ -18,6 +20,7 @@ from titan_moe.plan import kernels
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
 from titan_moe.plan.profiles import Software
+from titan_moe.plan.traffic import unique_places
 
 Kind = Literal["dense", "moe", "mtp"]
 Block = Literal["attention", "router", "experts", "shared"]
@@ -107,6 +110,10 @@ def _attention_linears(f: Flavor, T: float, tp: int) -> list[Linear]:
     ]
 
 
+STREAMS = 4
+"""Streams that experts' single GEMMs are spread over"""
+
+
 class _Builder:
     def __init__(self, job: Job, kind: Kind, software: Software, c: Constants) -> None:
         self.job, self.kind, self.software, self.c = job, kind, software, c
@@ -120,6 +127,12 @@ class _Builder:
         if self.moe:
             yield from self._routing()
 
+    def _kernel(
+        self, name: str, part: str, block: Block, phase: Phase, seconds: float, launches: float, streams: int = 1
+    ) -> Kernel:
+        seconds += launches / streams * self.c.kernel_gap_us * 1e-6
+        return Kernel(name=name, part=part, block=block, phase=phase, seconds=seconds, launches=launches)
+
     # GEMMs, and the quantization of their inputs and output gradients
     def _linear(self, at: Linear) -> Iterator[Kernel]:
         job, hw, c, precision = self.job, self.job.hardware, self.c, self.job.precision
@@ -132,46 +145,34 @@ class _Builder:
         def gemm(phase: kernels.Phase) -> float:
             return kernels.gemm_seconds(hw, precision, phase, at.rows, at.n, at.k, c, at.groups)
 
-        yield Kernel(name=at.name, part=part, block=at.block, phase="forward", seconds=gemm("forward"), launches=launches)
-        yield Kernel(
-            name=f"{at.name} dgrad",
-            part=part,
-            block=at.block,
-            phase="backward",
-            seconds=gemm("dgrad") + again * gemm("forward"),
-            launches=launches * (1 + again),
-        )
-        yield Kernel(
-            name=f"{at.name} wgrad", part=part, block=at.block, phase="wgrad", seconds=gemm("wgrad"), launches=launches
-        )
-        if precision == "bf16":
-            return
+        streams = 1 if one_launch else STREAMS
+        twice = gemm("dgrad") + again * gemm("forward")
+        yield self._kernel(at.name, part, at.block, "forward", gemm("forward"), launches, streams)
+        yield self._kernel(f"{at.name} dgrad", part, at.block, "backward", twice, launches * (1 + again), streams)
+        yield self._kernel(f"{at.name} wgrad", part, at.block, "wgrad", gemm("wgrad"), launches, streams)
+        if precision != "bf16":
+            yield from self._quantize(at, again)
+
+    def _quantize(self, at: Linear, again: float) -> Iterator[Kernel]:
+        precision, software = self.job.precision, self.software
+        fused_mlp = at.block == "experts" and self.job.fused_grouped_mlp
         x, dy = at.rows * at.groups * at.k, at.rows * at.groups * at.n
-        fused_mlp = grouped and job.fused_grouped_mlp
-        x_free = fused_mlp and at.source == "swiglu"
-        dy_free = fused_mlp and at.source != "swiglu"
+        x_free, dy_free = fused_mlp and at.source == "swiglu", fused_mlp and at.source == "norm"
         # A producer that writes the quantized form saves its BF16 write and our read.
-        saved = 4.0 * x if self.software.quantize_in_norm and at.source == "norm" else 0.0
-        casts = 1 if precision in ("mxfp8", "fp8_block") else 2
-        swizzles = 0 if self.software.fused_swizzle or precision not in ("mxfp8", "nvfp4") else at.groups
-        each = casts + swizzles
-        yield Kernel(
-            name=f"quantize {at.name} input",
-            part="quantize",
-            block=at.block,
-            phase="forward",
-            seconds=0.0 if x_free else kernels.quantize_seconds(hw, precision, x, saved, c),
-            launches=0 if x_free or saved else each,
-        )
-        yield Kernel(
-            name=f"quantize {at.name} gradient",
-            part="quantize",
-            block=at.block,
-            phase="backward",
-            seconds=(0.0 if dy_free else kernels.quantize_seconds(hw, precision, dy, 0.0, c))
-            + again * kernels.quantize_seconds(hw, precision, x, saved, c),
-            launches=(0 if dy_free else each) + again * each,
-        )
+        in_norm = software.quantize_in_norm and at.source == "norm" and at.block != "experts"
+        casts = 2 if precision in ("fp8_current", "nvfp4") else 1
+        swizzles = 0 if software.fused_swizzle or precision not in ("mxfp8", "nvfp4") else at.groups
+
+        def seconds(elements: float, saved: float) -> float:
+            return kernels.quantize_seconds(self.job.hardware, precision, elements, saved, self.c)
+
+        def cast(name: str, phase: Phase, time: float, times: float) -> Kernel:
+            return self._kernel(f"quantize {at.name} {name}", "quantize", at.block, phase, time, times * (casts + swizzles))
+
+        x_seconds, x_casts = (0.0, 0) if x_free else (seconds(x, 4.0 * x * in_norm), int(not in_norm))
+        dy_seconds, dy_casts = (0.0, 0) if dy_free else (seconds(dy, 0.0), 1)
+        yield cast("input", "forward", x_seconds, x_casts)
+        yield cast("gradient", "backward", dy_seconds + again * x_seconds, dy_casts + again * x_casts)
 
     def _recomputed(self, at: Linear) -> float:
         """Share of this GEMM's forward that backward repeats."""
@@ -180,10 +181,11 @@ class _Builder:
             return 1.0
         if job.recompute_mode == "selective":
             return 0.5  # torchtitan keeps every second product
+        redone = job.recompute | self.software.recompute
         named = {"q up": "mla_up_proj", "kv up": "mla_up_proj", "MLP gate and up": "mlp", "MLP down": "mlp"}
         named |= {"shared gate and up": "shared_expert", "shared down": "shared_expert"}
         named |= {"experts gate and up": "moe", "experts down": "moe"}
-        return float(named.get(at.name) in job.recompute)
+        return float(named.get(at.name) in redone)
 
     def _core_attention(self) -> Iterator[Kernel]:
         job, f = self.job, self.job.model
@@ -205,42 +207,56 @@ class _Builder:
     # Memory-bound kernels. Bytes per token of this rank in BF16, forward and backward.
     def _elementwise(self) -> Iterator[Kernel]:
         job, f, T = self.job, self.job.model, self.job.tokens
-        again_all = job.recompute_mode in ("full", "selective")
-
-        def both(name, block, forward, backward, launches, part="elementwise", again=False) -> Iterator[Kernel]:
-            rate = kernels.hbm_bytes_per_s(job.hardware, self.c)
-            yield self._kernel(name, part, block, "forward", forward / rate, launches[0])
-            backward += (again or again_all) * forward
-            yield self._kernel(f"{name} backward", part, block, "backward", backward / rate, launches[1])
-
-        # Two norms (read, write; backward reads x and dy, writes dx) and two residual additions with their gradients.
-        D = f.dim * T
-        norms = 1.0 + (f.q_lora_rank + f.kv_lora_rank) * job.tp / (2 * f.dim)
-        yield from both("norms", "attention", 8 * D * norms, 12 * D * norms, (4, 8), again="norms" in job.recompute)
-        yield from both("residuals", "attention", 12 * D, 12 * D, (2, 2))
-        qk, heads = f.qk_nope_head_dim + f.qk_rope_head_dim, f.n_heads / job.tp
-        full = T * job.tp
+        redone = job.recompute | (self.software.recompute if f.attention == "mla" else frozenset())
+        D, full = float(f.dim * T), T * job.tp
+        qk, heads, kv_heads = f.qk_nope_head_dim + f.qk_rope_head_dim, f.n_heads / job.tp, f.num_kv_heads / job.tp
+        # Two norms, each read and written; backward reads x and dy and writes dx.
+        low_rank = 1.0 + (f.q_lora_rank + f.kv_lora_rank) * job.tp / (2 * f.dim)
+        yield from self._both("norms", "attention", 8 * D * low_rank, 12 * D * low_rank, (4, 8), "norms" in redone, True)
+        # Two residual additions; backward adds the gradients of a norm's readers: residual, two low-rank projections.
+        yield from self._both("residuals", "attention", 12 * D, 18 * D, (2, 3))
         if f.attention == "gqa":  # norm of q and k, then rotary, each read and written
-            moved = 2.0 * 2 * 2 * (heads + f.num_kv_heads / job.tp) * qk * full
-            yield from both("rotary and qk norm", "attention", moved, 1.5 * moved, (6, 8))
+            moved = 2.0 * 2 * 2 * (heads + kv_heads) * qk * full
+            yield from self._both("rotary and qk norm", "attention", moved, 1.5 * moved, (6, 8))
         else:  # rotary in place on q; k joined from two parts and v split off: read and written
-            rope = 2 * f.qk_rope_head_dim
-            moved = 2.0 * heads * (rope + f.qk_nope_head_dim + qk + 2 * f.v_head_dim) * full
-            again = "mla_up_proj" in job.recompute
-            yield from both("rotary and head layout", "attention", moved, moved, (4 + 4, 4 + 6 + 12 * again), again=again)
-        again = "swiglu" in job.recompute
+            moved = 2.0 * heads * (2 * f.qk_rope_head_dim + f.qk_nope_head_dim + qk + 2 * f.v_head_dim) * full
+            up = "mla_up_proj" in redone
+            yield from self._both("rotary and head layout", "attention", moved, moved, (8, 10), up)
         if not self.moe:
             rows = full * f.dense_hidden_dim / job.tp
-            yield from both("SwiGLU", "shared", 6 * rows, 10 * rows, (1, 1), again="mlp" in job.recompute)
+            yield from self._both("SwiGLU", "shared", 6 * rows, 10 * rows, (1, 1), "mlp" in redone)
             return
+        # The shared expert's output joins; backward adds the gradients of experts, router and shared expert.
+        yield from self._both("expert sums", "shared", (6 if f.num_shared_experts else 0) * D, 12 * D, (1, 2))
         if f.num_shared_experts:
             rows = full * f.num_shared_experts * f.moe_hidden_dim / job.tp
-            shared = "shared_expert" in job.recompute
-            yield from both("shared SwiGLU", "shared", 6 * rows, 10 * rows, (3, 3), again=shared)
+            shared = "shared_expert" in redone
+            yield from self._both("shared SwiGLU", "shared", 6 * rows, 10 * rows, (1, 1), shared)
         if not job.fused_grouped_mlp:  # fused: inside the GEMMs
             rows = T * f.top_k * IMBALANCE[job.routing] * f.moe_hidden_dim
             late = 0 if job.early_weighting else 4 * T * f.top_k * f.dim
-            yield from both("experts SwiGLU", "experts", 6 * rows + late, 10 * rows + 2 * late, (1, 1), again=again)
+            again = "swiglu" in redone
+            yield from self._both("experts SwiGLU", "experts", 6 * rows + late, 10 * rows + 2 * late, (1, 1), again)
+
+    def _both(
+        self,
+        name: str,
+        block: Block,
+        forward: float,
+        backward: float,
+        launches: tuple[int, int],
+        again: bool = False,
+        reduces: bool = False,
+    ) -> Iterator[Kernel]:
+        """A memory-bound kernel of so many bytes each way; `again`: backward repeats forward."""
+        again = again or self.job.recompute_mode != "none"
+        # Reductions over rows fill HBM no better than permutes do.
+        rate = kernels.hbm_bytes_per_s(self.job.hardware, self.c, permute=reduces)
+        yield self._kernel(name, "elementwise", block, "forward", forward / rate, launches[0])
+        twice = (backward + again * forward) / rate
+        yield self._kernel(
+            f"{name} backward", "elementwise", block, "backward", twice, launches[1] + again * launches[0]
+        )
 
     # Router, and the copies around the experts
     def _routing(self) -> Iterator[Kernel]:
@@ -261,9 +277,6 @@ class _Builder:
         for phase in ("forward", "backward"):
             yield self._kernel(f"permute {phase}", "permute", "experts", phase, moved / rate, count)
 
-    def _kernel(self, name: str, part: str, block: Block, phase: Phase, seconds: float, launches: float) -> Kernel:
-        return Kernel(name=name, part=part, block=block, phase=phase, seconds=seconds, launches=launches)
-
 
 def permute_bytes(job: Job, software: Software) -> float:
     """Bytes of permute and unpermute in one direction (forward or backward) of one microbatch.
@@ -272,8 +285,6 @@ def permute_bytes(job: Job, software: Software) -> float:
     reverse. Transports that deduplicate expand what they received, U rows a token, to K rows; HybridEP writes rows in
     place as it receives them and reads them so as it sends.
     """
-    from titan_moe.plan.traffic import unique_places
-
     f, row = job.model, 2.0 * job.model.dim * job.tokens
     K = f.top_k * IMBALANCE[job.routing]
     if job.dispatcher in ("alltoall", "local"):

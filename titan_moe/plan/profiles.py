@@ -36,6 +36,10 @@ class Software:
     fp8_dispatch: bool = False
     reduce_overlap: bool = True
     """Data-parallel reductions run beside backward"""
+    graphs_cover_shared: bool = True
+    """Router graphs hold the shared expert too"""
+    recompute: frozenset[str] = frozenset()
+    """What backward always recomputes"""
 
     @property
     def months_before(self) -> int:
@@ -47,7 +51,15 @@ RELEASES = {
     software.name: software
     for software in (
         Software(name="core r0.9", year=2024, month=10, fused_permute=False, fused_router=False, fused_swizzle=False),
-        Software(name="DeepSeek 2024-12", year=2024, month=12, fp8_dispatch=True, grouped_launch=True),
+        # arXiv 2412.19437, 3.2.3: all norms and MLA up-projections are recomputed.
+        Software(
+            name="DeepSeek 2024-12",
+            year=2024,
+            month=12,
+            fp8_dispatch=True,
+            grouped_launch=True,
+            recompute=frozenset({"norms", "mla_up_proj"}),
+        ),
         Software(name="25.09", year=2025, month=9, fused_router=False, reduce_overlap=False),
         Software(name="25.11", year=2025, month=11),
         Software(name="26.02", year=2026, month=2),

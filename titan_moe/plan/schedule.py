@@ -134,25 +134,27 @@ def pipeline_seconds(
 
 
 def zero_bubble_seconds(
-    schedule: str, forward: list[float], dgrad: list[float], wgrad: list[float], pp: int, microbatches: int
+    schedule: str,
+    forward: list[float],
+    dgrad: list[float],
+    wgrad: list[float],
+    held: list[list[int]],
+    microbatches: int,
 ) -> tuple[float, float]:
-    """The same for schedules that move weight gradients W into the bubble; backward is B = dgrad + W.
+    """The same for schedules that move weight gradients W into the bubble; `held` are the stages of each rank.
 
-    Bubble with F, B, W of one stage: InterleavedZeroBubble (pp - 1)(F + dgrad - W) / vp' (arXiv 2401.10241, ZB-H1),
-    ZBVZeroBubble next to none, DualPipeV (pp - 1)(F&B + B - 3 W) over 2 pp stages (arXiv 2412.19437, table 2, where PP
-    counts two stages a rank), with F&B the overlapped forward and backward.
+    Bubble, with F, B and W the forward, dgrad and wgrad of one rank: InterleavedZeroBubble (pp - 1)(F + B - W) / vp
+    (ZB-H1, arXiv 2401.10241); ZBVZeroBubble (pp - 1)(F + B - 2 W) / vp (ZB-V, arXiv 2405.15362: none if all are equal);
+    DualPipeV (pp / 2 - 1)(F&B + B' - 3 W), with F&B the overlapped forward and backward and B' = B + W (arXiv
+    2412.19437, table 2).
     """
-    per_rank = [sum(forward[r::pp]) + sum(dgrad[r::pp]) + sum(wgrad[r::pp]) for r in range(pp)]
-    if schedule in ("ZBVZeroBubble", "DualPipeV") and len(forward) == 2 * pp:
-        both = [[r, 2 * pp - 1 - r] for r in range(pp)]
-        per_rank = [sum(forward[s] + dgrad[s] + wgrad[s] for s in pair) for pair in both]
-    period = max(per_rank)
-    stages = len(forward)
-    f, b, w = sum(forward) / stages, sum(dgrad) / stages, sum(wgrad) / stages
+    pp, vp = len(held), len(held[0])
+    f, b, w = (sum(times) / pp for times in (forward, dgrad, wgrad))
+    period = max(sum(forward[s] + dgrad[s] + wgrad[s] for s in stages) for stages in held)
     if schedule == "DualPipeV":
-        bubble = (pp - 1) * max(f + b + w + b + w - 3 * w, 0.0)
+        bubble = max(pp / 2 - 1, 0.0) * max((f + b + w) + (b + w) - 3 * w, 0.0)
     elif schedule == "ZBVZeroBubble":
-        bubble = (pp - 1) * max(f + b - 2 * w, 0.0)
+        bubble = (pp - 1) * max(f + b - 2 * w, 0.0) / vp
     else:
-        bubble = (pp - 1) * max(f + b - w, 0.0)
+        bubble = (pp - 1) * max(f + b - w, 0.0) / vp
     return microbatches * period + bubble, microbatches * period

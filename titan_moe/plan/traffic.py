@@ -20,6 +20,7 @@ from functools import cache
 from math import comb
 
 from titan_moe.flavors import Flavor
+from titan_moe.plan.hardware import Hardware
 from titan_moe.plan.job import Job
 
 DRAWS = 6000  # tokens of a Monte Carlo estimate: standard error of U below 0.01
@@ -61,6 +62,7 @@ def _group_limited_choices(num_experts: int, top_k: int, groups: int, kept: int)
     return chosen
 
 
+@cache
 def group_limited_unique(num_experts: int, top_k: int, groups: int, kept: int, places: int) -> float:
     """The same by DeepSeek's rule. Monte Carlo, seeded: the same number each time."""
     per_place = num_experts // places
@@ -88,15 +90,14 @@ def unique_places(model: Flavor, routing: str, places: int) -> float:
     return uniform_unique(model.num_experts, model.top_k, places)
 
 
+def ranks_per_domain(hardware: Hardware) -> int:
+    """GPUs of one NVLink domain that a job uses: a rack of 72 in powers of two, 64."""
+    return 1 << (hardware.nvlink_domain.bit_length() - 1)
+
+
 def nodes_of_ep(job: Job) -> int:
     """NVLink domains that one expert-parallel group spans. Ranks of a group are neighbours (EP is innermost)."""
-    return -(-job.ep // min(job.ep, _ep_ranks_per_domain(job)))
-
-
-def _ep_ranks_per_domain(job: Job) -> int:
-    # A rack of 72 is used in powers of two: 64 ranks of a larger job.
-    domain = job.hardware.nvlink_domain
-    return domain if job.ep <= domain else 1 << (domain.bit_length() - 1)
+    return 1 if job.ep <= job.hardware.nvlink_domain else -(-job.ep // ranks_per_domain(job.hardware))
 
 
 def ep_copies(job: Job) -> tuple[float, float]:
