@@ -1,11 +1,11 @@
-"""The planner's fitted constants: values, physical ranges, priors and sources, read from constants.toml beside this file.
+"""The planner's fitted constants: values, physical ranges, priors and sources, read from constants.toml.
 
 Everything else in the planner is a table with a source or arithmetic. fit.py writes the file: the values fitted to all
 published runs, and those fitted with one (model, hardware) cell left out, by which an error band is honest.
 """
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,18 @@ def priors() -> Constants:
     return Constants(**{each.name: each.prior for each in described()})
 
 
-def without_cell(model: str, hardware: str) -> Constants:
-    """The constants fitted without the runs of one model on one hardware; the frozen fit for a cell it never had."""
-    cell = _file()["cells"].get(f"{model} on {hardware}")
-    return Constants(**cell) if cell else fitted()
+def without_cell(cell: str) -> Constants:
+    """The constants fitted without the runs of `cell`, "MODEL on HARDWARE"; for one it never saw, the frozen fit."""
+    entry = _file().get("cells", {}).get(cell)
+    return Constants(**entry) if entry else fitted()
+
+
+def without_cause(cause: str) -> Constants:
+    """The constants fitted to a wrong model: without "communication", or without the "host"."""
+    return Constants(**_file()["without"][cause])
 
 
 def band() -> tuple[float, float]:
     """80 % band of measured over predicted - 1, from the errors with a cell left out."""
     low, high = _file()["fit"]["band"]
     return low, high
-
-
-NAMES = [field.name for field in fields(Constants)]

@@ -7,6 +7,7 @@ never be the denominator of a BF16 run's MFU (`peak_tflops` chooses).
 Imports neither torch nor torchtitan.
 """
 
+import re
 import tomllib
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -88,6 +89,14 @@ def resolve(name: str) -> Hardware:
     if found is None:
         raise ValueError(f'hardware "{name}": is not known; choose one of {", ".join(HARDWARE)}, {REMEDY}')
     return found
+
+
+def of_device(device_name: str) -> Hardware | None:
+    """The accelerator that a driver calls so, such as "NVIDIA H100 80GB HBM3"; None for one that is not in the table,
+    also for slower variants of one that is."""
+    if re.search(r"\b(PCIe|NVL)\b", device_name):
+        return None
+    return next((known for name, known in HARDWARE.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def _from_file(path: Path) -> Hardware:

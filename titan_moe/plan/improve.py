@@ -75,6 +75,7 @@ def _interleaved(job: Job) -> Iterator[tuple[str, Job]]:
     for stage in job.stages:
         first = replace(stage, dense=-(-stage.dense // 2), moe=stage.moe // 2, mtp=0, head=False)
         halves += [first, replace(stage, dense=stage.dense - first.dense, moe=stage.moe - first.moe, embedding=False)]
-    yield "two stages per pipeline rank (interleaved)", replace(
-        job, vp=2, stages=tuple(halves), schedule="Interleaved1F1B"
+    yield (
+        "two stages per pipeline rank (interleaved)",
+        replace(job, vp=2, stages=tuple(halves), schedule="Interleaved1F1B"),
     )

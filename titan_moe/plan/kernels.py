@@ -2,11 +2,13 @@
 
 A GEMM of m rows, contraction k, output n runs at
 
-    peak x e x k/(k + K_HALF) x m/(m + rows_half),
+    peak x e x k/(k + K_HALF) x n/(n + N_HALF) x m/(m + rows_half),
 
-or at HBM speed if its bytes take longer. e is the saturated share of peak (constants gemm_fp8, gemm_bf16). Few rows are
-a fill time of the machine in FLOPs, so rows_half grows with the peak: the tables' 2 PFLOPS is the unit. Weight
-gradients contract over the rows, so that few rows per expert hurt them twice; `wgrad` is their further loss.
+or at HBM speed if its bytes take longer. e is the saturated share of peak (constants gemm_fp8, gemm_bf16). Short
+contractions do not amortize filling and draining the pipeline, narrow outputs not the loading of tiles; the tables show
+both to the same degree. Few rows leave SMs without tiles: the faster the machine, the more it needs, so rows_half grows
+with the peak (in units of the tables' 2 PFLOPS). Weight gradients contract over the rows, so that few rows per expert
+hurt them twice; `wgrad` is their further loss.
 
 Memory-bound kernels are bytes over a share of the HBM bandwidth. Kernels that permute or transpose reach less.
 
@@ -19,11 +21,23 @@ from titan_moe.plan.constants import Constants
 from titan_moe.plan.hardware import Hardware, Precision
 
 UNIT_TFLOPS = 2000.0  # peak at which rows_half holds
-K_HALF = {"bf16": 556.0, "fp8_current": 556.0, "fp8_block": 556.0, "mxfp8": 200.0, "nvfp4": 200.0}
-"""H800 DeepGEMM FP8, K 7168 over K 2048: 1,297 / 1,099 TFLOPS; B200 BF16 grouped GEMM: 1,028 / 865, the same ratio. B200
-MXFP8: dgrad, which contracts over 2048, 0.99 of forward over 7168"""
+K_HALF, N_HALF = 556.0, 500.0
+"""H800 DeepGEMM FP8: N 4096 K 7168 over N 7168 K 2048, 1,297 / 1,099 TFLOPS; B200 BF16 grouped GEMM the same shapes:
+1,028 / 865 forward, 980 / 968 dgrad (contracting over N); B200 MXFP8 N 2048 K 7168: forward and dgrad alike"""
+GEMM_SHARE = {"nvfp4": 0.55}
+"""Further share of peak: NVFP4 instead of MXFP8 gains 35 % on a dense 405B model and 2-4 % on an MoE"""
+WGRAD_SHARE = {"fp8_block": 0.66}
+"""Further share of wgrad: in DeepSeek's H800 trace it runs at 0.35 of peak (4.78 TFLOP in 8.19 ms), forward and dgrad at
+0.6: FP8 with 1x128 tiles on both sides promotes its partial sums more often"""
 
-HBM_SHARE = {"ampere": 0.80, "hopper": 0.75, "blackwell": 0.666, "blackwell_ultra": 0.666, "cdna3": 0.70, "cdna4": 0.666}
+HBM_SHARE = {
+    "ampere": 0.80,
+    "hopper": 0.75,
+    "blackwell": 0.666,
+    "blackwell_ultra": 0.666,
+    "cdna3": 0.70,
+    "cdna4": 0.666,
+}
 """Share of peak bandwidth of elementwise kernels: B200 measured 0.666; the slower memories are easier to fill"""
 PERMUTE_SHARE = 0.75
 """Permuting or transposing over elementwise kernels: B200 0.50 / 0.666"""
@@ -34,7 +48,14 @@ ATTENTION_TFLOPS = {
     "GB200": (1406, 1057, 2095, 1692),
     "GB300": (1590, 1143, 2788, 1982),
 }
-_LIKE = {"ampere": "H200", "hopper": "H200", "blackwell": "GB200", "blackwell_ultra": "GB300", "cdna3": "H200", "cdna4": "GB200"}
+_LIKE = {
+    "ampere": "H200",
+    "hopper": "H200",
+    "blackwell": "GB200",
+    "blackwell_ultra": "GB300",
+    "cdna3": "H200",
+    "cdna4": "GB200",
+}
 _TABLE_PEAK = {"H200": 989.0, "GB200": 2500.0, "GB300": 2500.0}
 SEQUENCE_HALF = 400.0  # tokens: causal kernels gain with length, as blocks on the diagonal are half wasted
 
@@ -47,11 +68,15 @@ def gemm_seconds(
 ) -> float:
     """One phase of a linear layer of `groups` equal experts with m rows each, contraction k and output n in forward."""
     peak = hw.peak_tflops(precision)
-    scale = peak / UNIT_TFLOPS
-    saturated = (c.gemm_bf16 if precision == "bf16" else c.gemm_fp8) * peak * 1e12
+    scale = (peak if precision == "bf16" else hw.fp8_tflops) / UNIT_TFLOPS
+    saturated = (c.gemm_bf16 if precision == "bf16" else c.gemm_fp8) * peak * 1e12 * GEMM_SHARE.get(precision, 1.0)
     contraction = {"forward": k, "dgrad": n, "wgrad": m}[phase]
-    share = contraction / (contraction + K_HALF[precision])
-    share *= c.wgrad if phase == "wgrad" else m / (m + c.rows_half * scale)
+    width_out = {"forward": n, "dgrad": k, "wgrad": min(n, k)}[phase]
+    share = contraction / (contraction + K_HALF) * width_out / (width_out + N_HALF)
+    rows = max(n, k) if phase == "wgrad" else m
+    share *= rows / (rows + c.rows_half * scale)
+    if phase == "wgrad":
+        share *= c.wgrad * WGRAD_SHARE.get(precision, 1.0)
     arithmetic = 2.0 * groups * m * n * k / (saturated * share)
     width = 2.0 if precision == "bf16" else 0.5625 if precision == "nvfp4" else 1.03
     if phase == "wgrad":  # adds to FP32 gradients: reads and writes them
@@ -81,7 +106,7 @@ QUANTIZE = {
     "mxfp8": (2 + 2 * 1.03, False),  # read BF16 once, write both scalings
     "fp8_current": (2 + 2 + 1 + 1, True),  # a pass for the maximum; Hopper's GEMM wants wgrad operands transposed
     "fp8_block": (2 + 1 + 2 + 1, True),  # 1x128 tiles for one direction, 128x1 transposed for the other
-    "nvfp4": (2 + 2 + 2 * 0.5625, False),  # a pass for the second-level scale
+    "nvfp4": (2 + 2 + 2 + 2 * 0.5625, False),  # a pass for the second-level scale, one for wgrad's Hadamard transform
 }
 
 
@@ -96,7 +121,7 @@ def quantize_seconds(hw: Hardware, precision: Precision, elements: float, saved_
 
 NVLINK_SHARE = {
     # Unique (alltoall: all leaving) bytes per second over the link's: dispatch, combine, by expert-parallel ranks.
-    # HybridEP B200 EP8, GB200 EP16 and EP32 (API, 32 SMs); the share falls with the number of peers.
+    # HybridEP, API: B200 EP8, GB200 EP16 and EP32 (the share falls with the number of peers), continued to EP64.
     "hybridep": {8: (0.60, 0.61), 16: (0.58, 0.58), 32: (0.54, 0.52), 64: (0.50, 0.46)},
     "te_ep": {8: (0.60, 0.61), 16: (0.58, 0.58), 32: (0.54, 0.52), 64: (0.50, 0.46)},
     # DeepEP B200 EP8 (24 SMs); GB200 EP32 (400 and 190 GB/s).
@@ -128,7 +153,14 @@ def _nearest(table: dict[int, tuple[float, float]], size: int, combine: bool) ->
 
 
 def ep_seconds(
-    hw: Hardware, kind: str, ranks: int, nodes: int, over_nvlink: float, over_network: float, combine: bool, c: Constants
+    hw: Hardware,
+    kind: str,
+    ranks: int,
+    nodes: int,
+    over_nvlink: float,
+    over_network: float,
+    combine: bool,
+    c: Constants,
 ) -> float:
     """One dispatch or combine that moves so many bytes at each level; the two levels are pipelined."""
     nvlink = over_nvlink / (_nearest(NVLINK_SHARE[kind], ranks // nodes, combine) * hw.nvlink_gb_s * 1e9)

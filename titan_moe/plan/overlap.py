@@ -2,12 +2,13 @@
 
 Without overlap, the four expert-parallel transfers of a layer (dispatch and combine, and their transposes in backward)
 stand between kernels. With it, a layer's forward of one microbatch runs beside a layer's backward of another, in the
-order of Megatron's combined 1F1B, which is also DualPipe's (`pair_ops`). What cannot be hidden is exposed: first what the
-scheduler finds no compute for, and then a share of each transfer (constant `overlap_miss`) in which launches and waits
-keep either lane from running.
+order of Megatron's combined 1F1B, which is also DualPipe's (`pair_ops`). What cannot be hidden is exposed: first what
+the scheduler finds no compute for, and then a share of each transfer (constant `overlap_miss`) in which launches and
+waits keep either lane from running.
 
-GPU and host run beside each other too, but not perfectly: a queue runs dry after each wait for the GPU. Their times join
-as a p-norm, (gpu^p + host^p)^(1/p), with p the constant `host_norm`.
+GPU and host run beside each other too, but not perfectly: the host is ahead in one layer and behind in the next. Their
+times join as a p-norm, (gpu^p + host^p)^(1/p), with p the constant `host_norm`. Where the host waits for counts, the
+GPU idles until the queue is full again (`STALL_LAUNCHES`).
 """
 
 from dataclasses import dataclass
@@ -22,12 +23,14 @@ from titan_moe.plan.schedule import Lane, Op, Placed
 
 DUALPIPE_MISS = 0.25
 """Share of `overlap_miss` that DualPipe has: it places transfers by hand (0.05-0.1 exposed against 0.22-0.3)"""
-SYNC_LAUNCHES = 10
-"""Launches that the host's waiting for the GPU costs: a copy, and a queue to fill again"""
-UNBOUND_HOST = 1.9
+STALL_LAUNCHES = 8
+"""Launches for which the GPU idles after the host waited for it: a copy, and the first kernels, one by one"""
+UNBOUND_HOST = 1.6
 """Host time per launch of processes that are not pinned, over pinned ones"""
 SERIAL_HOST = 1.2
 """Host time per launch without launching ahead, over with"""
+MAX_MONTHS = 8
+"""Months before the reference release beyond which the host was not slower still"""
 GRAPH_REMAINDER = 0.03
 """Share of the launches of a captured region that is left"""
 COVERED = {
@@ -55,7 +58,7 @@ class LayerTime:
 
 def host_seconds(launches: float, software: Software, c: Constants) -> float:
     """What the host takes for so many launches."""
-    us = c.host_us * c.host_drift**software.months_before
+    us = c.host_us * c.host_drift ** min(software.months_before, MAX_MONTHS)
     us *= (1.0 if software.bound_cpus else UNBOUND_HOST) * (1.0 if software.launch_overlap else SERIAL_HOST)
     return launches * us * 1e-6
 
@@ -90,9 +93,7 @@ def transfers(job: Job, software: Software, c: Constants) -> dict[str, float]:
         row = traffic.row_bytes(job, payload) * job.tokens * IMBALANCE[job.routing]
         seconds = 0.0
         if job.ep > 1:
-            seconds = kernels.ep_seconds(
-                job.hardware, job.dispatcher, job.ep, nodes, near * row, far * row, combine, c
-            )
+            seconds = kernels.ep_seconds(job.hardware, job.dispatcher, job.ep, nodes, near * row, far * row, combine, c)
         found[name] = seconds / software.ep_tuning
     if job.redispatch and job.recompute_mode != "none":
         found["dispatch backward"] += found["dispatch"]
@@ -111,7 +112,7 @@ def layer_time(job: Job, kind: Kind, software: Software, c: Constants) -> LayerT
         which: sum(launches_left(job, k, software) for k in listed if (k.phase == "forward") == which)
         for which in (True, False)
     }
-    launches[True] += syncs(job) * SYNC_LAUNCHES * moe
+    stall = host_seconds(syncs(job) * STALL_LAUNCHES * moe, software, c)
     beside = _beside(job, kind, gpu[True], gpu[False])
     for name, (forward, backward) in beside.items():
         gpu[True] += forward
@@ -123,12 +124,13 @@ def layer_time(job: Job, kind: Kind, software: Software, c: Constants) -> LayerT
     }
     host = {which: host_seconds(launches[which], software, c) for which in alone}
     forward, backward = (_join(alone[which], host[which], c) for which in alone)
+    forward += stall
     steady, slowed = sum(alone.values()), 0.0
     pair = forward + backward
     if job.overlap != "none" and moe:
         busy, slowed = pair_seconds(job, listed, sent, c)
         steady = busy + sum(f + b for f, b in beside.values())
-        pair = min(pair, _join(steady, sum(host.values()), c))
+        pair = min(pair, _join(steady, sum(host.values()), c) + stall)
     parts["slowed by communication"] = slowed
     parts["exposed EP"] = steady - sum(gpu.values()) - slowed
     parts["host"] = pair - steady
@@ -148,8 +150,8 @@ def _join(gpu: float, host: float, c: Constants) -> float:
 
 
 def _beside(job: Job, kind: Kind, forward: float, backward: float) -> dict[str, tuple[float, float]]:
-    """Exposed seconds (forward, backward) of the other traffic of a layer. TP and CP stand between kernels; FSDP gathers
-    the next layer and reduces the last one beside this one's kernels."""
+    """Exposed seconds (forward, backward) of the other traffic of a layer. TP and CP stand between kernels; FSDP
+    gathers the next layer and reduces the last one beside this one's kernels."""
     found, hw = {}, job.hardware
     if job.tp > 1:
         tp = kernels.collective_seconds(hw, traffic.tp_bytes_per_layer(job, kind != "dense"), across=False)

@@ -3,12 +3,14 @@
 Columns that a file lacks count as blank. What a run needs but its row leaves open is assumed and noted in `Job.notes`.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from titan_moe.flavors import FLAVORS, PUBLISHED, Flavor
 from titan_moe.plan import hardware as hardware_table
+from titan_moe.plan import profiles
 from titan_moe.plan import stages as stage_layout
 from titan_moe.plan.hardware import Precision
 from titan_moe.plan.job import RECOMPUTE_NAMES, Dispatcher, Graphs, Job, Overlap
@@ -28,6 +30,8 @@ def job_from_row(row: Mapping[str, str]) -> Job:
     notes = [f"stages: {assumed}"] if assumed else []
     names = [] if is_blank(row.get("recompute")) else re.split(r"[+,; ]+", (row.get("recompute") or "").strip())
     mode = "full" if names == ["full"] else "none"
+    release, taken_for = profiles.of_release(row.get("release") or "")
+    notes += [taken_for] if taken_for else []
     unknown = [name for name in names if name not in RECOMPUTE_NAMES and name not in ("none", "full")]
     notes += [f"recompute of {name} is not modelled" for name in unknown]
     routing = (row.get("routing") or "natural").lower()
@@ -55,7 +59,7 @@ def job_from_row(row: Mapping[str, str]) -> Job:
         routing="round_robin" if "round" in routing else "balanced_random" if "forced" in routing else "natural",
         overlap=overlap,
         comm_sms=_number(row, "comm_sms", 20),
-        release=(row.get("release") or "").strip(),
+        release=release.name,
         graphs=_graphs(row.get("graph_scope") or ""),
         fp8_attention=_yes(row, "fp8_attention"),
         fused_grouped_mlp=_yes(row, "fused_grouped_mlp"),
@@ -68,20 +72,31 @@ def is_blank(value: str | None) -> bool:
     return value is None or value.strip() in ("", "-", "unknown", "n/a")
 
 
+class BadNumber(ValueError):
+    """A value that should be a number; the message begins with the column."""
+
+
+def real(row: Mapping[str, str], column: str) -> float:
+    """The number in a column that is not blank."""
+    value = row[column]
+    try:
+        number = float(value.replace(",", ""))
+    except ValueError:
+        raise BadNumber(f"{column} = {value!r}: must be a number") from None
+    if not math.isfinite(number) or number < 0 or (number == 0 and column not in ("mtp_layers", "comm_sms")):
+        raise BadNumber(f"{column} = {value!r}: must be a finite number greater than 0")
+    return number
+
+
 def _number(row: Mapping[str, str], column: str, default: int | None = None) -> int:
-    value = row.get(column)
-    if is_blank(value):
+    if is_blank(row.get(column)):
         if default is None:
             raise LookupError(f"no layout: {column} is not given")
         return default
-    assert value is not None
-    try:
-        number = int(float(value.replace(",", "")))
-    except ValueError:
-        raise ValueError(f"{column} = {value!r}: must be a whole number") from None
-    if number < (0 if column == "mtp_layers" else 1):
-        raise ValueError(f"{column} = {value!r}: must be at least {0 if column == 'mtp_layers' else 1}")
-    return number
+    number = real(row, column)
+    if number != int(number):
+        raise BadNumber(f"{column} = {row[column]!r}: must be a whole number")
+    return int(number)
 
 
 def _yes(row: Mapping[str, str], column: str) -> bool:

@@ -13,6 +13,7 @@ family the bubble is the papers' closed form.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Lane = Literal["compute", "nvlink", "network", "copy"]
@@ -75,7 +76,8 @@ def busy(placed: list[Placed], *lanes: Lane) -> float:
 SIMULATED_ROUNDS = 4  # rounds of pp microbatches: warm-up takes at most three
 
 
-def order(rank: int, pp: int, vp: int, microbatches: int) -> list[tuple[str, int, int]]:
+@lru_cache(maxsize=1024)
+def order(rank: int, pp: int, vp: int, microbatches: int) -> tuple[tuple[str, int, int], ...]:
     """(F or B, stage, microbatch) as rank runs them: Megatron's interleaved 1F1B, plain 1F1B for vp = 1."""
     total = microbatches * vp
     steps = []
@@ -88,7 +90,7 @@ def order(rank: int, pp: int, vp: int, microbatches: int) -> list[tuple[str, int
     found = forward[:warm_up]
     for i in range(total - warm_up):
         found += [forward[warm_up + i], backward[i]]
-    return found + backward[total - warm_up :]
+    return tuple(found + backward[total - warm_up :])
 
 
 def pipeline_seconds(

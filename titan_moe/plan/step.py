@@ -63,7 +63,7 @@ def predict(job: Job, software: Software | None = None, c: Constants | None = No
     """The step of `job`, by default with its release's software and the frozen constants."""
     software = software or profiles.of_release(job.release)[0]
     c = c or constants_file.fitted()
-    parts = _parts(job, software, c)
+    parts = step_parts(job, software, c)
     seconds = sum(parts.values())
     rate = job.tokens_per_step / seconds / job.gpus
     per_token = [
@@ -85,7 +85,14 @@ def predict(job: Job, software: Software | None = None, c: Constants | None = No
     )
 
 
-def _parts(job: Job, software: Software, c: Constants) -> dict[str, float]:
+def tokens_per_s(job: Job, software: Software | None = None, c: Constants | None = None) -> float:
+    """Tokens per second and GPU: what `predict` says of the speed, without the rest."""
+    software = software or profiles.of_release(job.release)[0]
+    return job.tokens_per_step / sum(step_parts(job, software, c or constants_file.fitted()).values()) / job.gpus
+
+
+def step_parts(job: Job, software: Software, c: Constants) -> dict[str, float]:
+    """Seconds of one step by cause."""
     layers = {kind: overlap.layer_time(job, kind, software, c) for kind in KINDS if _count(job, kind)}
     embedding, head = _embedding(job, c), _head(job, c)
     stages: list[list[LayerTime]] = []
@@ -121,9 +128,7 @@ def _count(job: Job, kind: Kind) -> int:
     return sum(getattr(stage, kind) for stage in job.stages)
 
 
-def _pipeline(
-    job: Job, forward: list[float], backward: list[float], wgrad: list[float]
-) -> tuple[float, float, float]:
+def _pipeline(job: Job, forward: list[float], backward: list[float], wgrad: list[float]) -> tuple[float, float, float]:
     """(seconds of all microbatches, of which the busiest rank works, of which it waits for sends)."""
     send = 0.0
     if job.pp > 1:
@@ -152,8 +157,7 @@ def _head(job: Job, c: Constants) -> LayerTime:
     """Logits (BF16 whatever the precision) and cross-entropy."""
     rows, vocab = job.tokens * job.tp, job.model.vocab_size / job.tp
     forward, dgrad, wgrad = (
-        kernels.gemm_seconds(job.hardware, "bf16", phase, rows, vocab, job.model.dim, c)
-        for phase in kernels.PHASES
+        kernels.gemm_seconds(job.hardware, "bf16", phase, rows, vocab, job.model.dim, c) for phase in kernels.PHASES
     )
     loss = rows * vocab * LOGIT_BYTES / 2 / kernels.hbm_bytes_per_s(job.hardware, c)
     parts = {"dense_gemm": forward + dgrad + wgrad, "elementwise": 2 * loss}

@@ -103,8 +103,9 @@ def nodes_of_ep(job: Job) -> int:
 def ep_copies(job: Job) -> tuple[float, float]:
     """Copies of a token that one dispatch moves: (over NVLink, to ranks; across domains, to nodes incl. its own).
 
-    The second is 0 inside one domain. These are the units of the libraries' bandwidth figures: unique ranks with the own
-    one, unique nodes with the own one; for `alltoall` copies that leave the rank, and copies that leave the domain."""
+    The second is 0 inside one domain. These are the units of the libraries' bandwidth figures: unique ranks with the
+    own one, unique nodes with the own one; for `alltoall` copies that leave the rank, and copies that leave the
+    domain."""
     nodes, k = nodes_of_ep(job), job.model.top_k
     if job.ep == 1:
         return 0.0, 0.0
