@@ -12,6 +12,7 @@ from typing import Any
 
 from titan_moe import flavors
 from titan_moe.config import Config
+from titan_moe.plan import hardware
 
 # What a single number must satisfy, and the keys it goes for: outside, something later crashes or, worse, does not.
 RULES: list[tuple[str, Callable[[float], bool], str]] = [
@@ -22,7 +23,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "training.gc_freq training.dataloader.prefetch_factor training.dataloader.num_shards loss.num_chunks "
         "validation.freq validation.steps parallelism.data_parallel_replicate_degree "
         "parallelism.expert_parallel_degree moe.ranks_per_node checkpoint.interval metrics.log_freq "
-        "comm.init_timeout_seconds comm.train_timeout_seconds",
+        "comm.init_timeout_seconds comm.train_timeout_seconds plan.gpus",
     ),
     (
         "must be at least 0",
@@ -102,6 +103,28 @@ def sequences_per_step(config: Config, world_size: int) -> int:
         return config.training.global_batch_size
     replicate, shard = data_parallel_degree(config, world_size)
     return config.training.local_batch_size * replicate * shard
+
+
+def plan_problems(config: Config) -> list[str]:
+    """Everything that keeps `config` from being planned: what training on plan.gpus GPUs would say, and what only the
+    planner needs."""
+    plan, found = config.plan, []
+    if not plan.hardware:
+        found.append(f"plan.hardware: is not set; choose one of {', '.join(hardware.HARDWARE)}, {hardware.REMEDY}")
+    else:
+        try:
+            hardware.resolve(plan.hardware).peak_tflops(plan.precision)
+        except ValueError as error:
+            found.append(f"plan.{error}")
+    if config.training.mixed_precision_param != "bfloat16":
+        found.append(
+            f'training.mixed_precision_param = "{config.training.mixed_precision_param}": has no rates in the planner; '
+            'plan with "bfloat16"'
+        )
+    if plan.gpus is None:
+        found.append("plan.gpus: is not set; give the number of GPUs of the whole job, as in --plan.gpus=256")
+        return found
+    return found + check(config, plan.gpus)
 
 
 def _numbers(config: Config) -> dict[str, str]:
