@@ -38,6 +38,7 @@ from titan_moe.data import PackedDataLoader, build_dataloaders
 from titan_moe.metrics import Metrics
 from titan_moe.model import attention_masks, build_model, init_weights
 from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
+from titan_moe.plan import flops
 from titan_moe.tokenizer import build_tokenizer
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # {"input": [B, L], "positions": [B, L]}, labels [B, L]
@@ -87,7 +88,7 @@ def build(config: Config) -> Run:
     # 4) model on the meta device: shapes only
     model = build_model(config)
     total, active = parallel.total_and_active_parameters(model, flavor.top_k, flavor.num_experts)
-    _, flops_per_token = model.config.get_nparams_and_flops(model, config.training.seq_len)
+    terms = flops.per_token(flavor, config.training.seq_len, num_mtp_layers=flavor.num_mtp_layers)
 
     # 5) shard, checkpoint, compile
     parallel.parallelize(model, config, parallel_dims)
@@ -121,7 +122,7 @@ def build(config: Config) -> Run:
     # 9) metrics; the configuration is saved only now, so that one which cannot resume this run replaces nothing
     if dist.get_rank() == 0:
         (folder / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
-    metrics = Metrics(config, folder, attempt, flops_per_token, writes=dist.get_rank() == 0)
+    metrics = Metrics(config, folder, attempt, sum(terms.values()), writes=dist.get_rank() == 0)
 
     report(config, parallel_dims, accumulation_steps, folder, attempt, metrics, total, active)
     return Run(

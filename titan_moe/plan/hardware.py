@@ -74,11 +74,11 @@ HARDWARE = _table(
     ("MI355X", "cdna4", 2500, 5000, 10000, 288, 8, 537, 8, 50, 256, 50),
 )
 
-REMEDY = (
-    "or give the path of a TOML file that describes another one: name, architecture (whose kernels it resembles: "
-    "ampere, hopper, blackwell, blackwell_ultra, cdna3, cdna4), bf16_tflops, fp8_tflops, hbm_gb, hbm_tb_s, "
-    "nvlink_gb_s, nvlink_domain, nic_gb_s"
+PROPERTIES = (
+    "name, architecture (whose kernels it resembles: ampere, hopper, blackwell, blackwell_ultra, cdna3, cdna4), "
+    "bf16_tflops, fp8_tflops, hbm_gb, hbm_tb_s, nvlink_gb_s, nvlink_domain, nic_gb_s"
 )
+REMEDY = f"or give the path of a TOML file that describes another one: {PROPERTIES}"
 
 
 def resolve(name: str) -> Hardware:
@@ -120,5 +120,5 @@ def _from_file(path: Path) -> Hardware:
     if "architecture" in table and table["architecture"] not in architectures:
         problems.append(f"architecture = {table['architecture']!r}: choose one of {', '.join(architectures)}")
     if problems:
-        raise ValueError(f'hardware "{path}": {"; ".join(problems)}. It is a TOML file with: {REMEDY[45:]}')
+        raise ValueError(f'hardware "{path}": {"; ".join(problems)}. It is a TOML file with: {PROPERTIES}')
     return Hardware(**table)
