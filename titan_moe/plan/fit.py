@@ -23,12 +23,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import date
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from titan_moe.plan import constants as constants_file
 from titan_moe.plan import whatif
 from titan_moe.plan.constants import Constants, Described
+from titan_moe.plan.job import Job
 from titan_moe.plan.published import RUNS, Run, read, runs_of
 from titan_moe.plan.step import tokens_per_s
 
@@ -47,13 +48,24 @@ def residuals(values: dict[str, float], runs: Sequence[Run], known: list[Describ
     found = []
     for run in runs:
         weight = UNCERTAIN_WEIGHT if run.uncertain else 1.0
-        found.append(weight * math.log(tokens_per_s(run.job, c=c) / run.measured) / SIGMA)
-    for rung in whatif.ladder(c):
+        found.append(weight * math.log(_rate(run.job, c) / run.measured) / SIGMA)
+    for rung in _ladder(c):
         found.append(LADDER_WEIGHT * math.log(rung.predicted / rung.measured) / SIGMA)
     for each in known:
         width = math.log(each.high / each.low) / 4
         found.append(math.log(values[each.name] / each.prior) / width)
     return found
+
+
+# The refits without a cell begin at the same constants: they share these.
+@lru_cache(maxsize=4096)
+def _rate(job: Job, c: Constants) -> float:
+    return tokens_per_s(job, c=c)
+
+
+@lru_cache(maxsize=256)
+def _ladder(c: Constants) -> list[whatif.Check]:
+    return whatif.ladder(c)
 
 
 def fit(
@@ -113,7 +125,7 @@ def solve(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 def without_cell(cell: str, runs: Sequence[Run], start: dict[str, float]) -> dict[str, float]:
     """The constants fitted to all runs but those of one cell."""
-    return fit([run for run in runs if run.cell != cell], start, rounds=4)
+    return fit([run for run in runs if run.cell != cell], start, rounds=2)
 
 
 def band(errors: Sequence[float]) -> tuple[float, float]:

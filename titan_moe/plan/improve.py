@@ -65,9 +65,10 @@ def variants(job: Job) -> Iterator[tuple[str, Job]]:
         yield "twice the global batch", replace(job, global_batch_size=2 * job.global_batch_size)
     if job.pp > 1 and job.vp == 1:
         yield from _interleaved(job)
-    for ep in {job.ep // 2, job.ep * 2}:
-        if ep >= 1 and job.ep > 1 and job.model.num_experts % ep == 0 and (job.gpus // job.pp) % ep == 0:
-            yield f"expert parallelism {ep} instead of {job.ep}", replace(job, ep=ep)
+    for ep in (job.ep // 2, job.ep * 2) if job.ep > 1 else (min(job.model.num_experts, job.hardware.nvlink_domain),):
+        if ep >= 1 and job.model.num_experts % ep == 0 and job.dp * job.cp * job.tp % ep == 0:
+            dispatcher = "local" if ep == 1 else "dedup" if job.ep == 1 else job.dispatcher
+            yield f"expert parallelism {ep} instead of {job.ep}", replace(job, ep=ep, dispatcher=dispatcher)
 
 
 def _interleaved(job: Job) -> Iterator[tuple[str, Job]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan_moe.config import Config
-from titan_moe.config_check import data_parallel_degree, model_flavor, sequences_per_step
+from titan_moe.config_check import data_parallel_degree, model_flavor
 from titan_moe.config_file import raise_on_problems
 from titan_moe.flavors import Flavor
 from titan_moe.plan import stages as stage_layout
@@ -187,14 +187,14 @@ def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Preci
         else stage_layout.balanced(model.n_layers, pp * vp, model.n_dense_layers, mtp)
     )
     auto = "local" if p.expert_parallel_degree == 1 else "dedup"
-    ac = config.activation_checkpoint
+    ac, batch = config.activation_checkpoint, config.training.global_batch_size
     return Job(
         model=model,
         model_name=f"deepseek_v3 {config.model.flavor}",
         hardware=hardware,
         gpus=gpus,
         precision=precision,
-        global_batch_size=sequences_per_step(config, gpus),
+        global_batch_size=batch if batch != -1 else config.training.local_batch_size * replicate * shard,
         micro_batch_size=p.pipeline_parallel_microbatch_size if pp > 1 else config.training.local_batch_size,
         seq_len=config.training.seq_len,
         tp=tp,

@@ -27,8 +27,8 @@ K_HALF, N_HALF = 556.0, 500.0
 GEMM_SHARE = {"nvfp4": 0.55}
 """Further share of peak: NVFP4 instead of MXFP8 gains 35 % on a dense 405B model and 2-4 % on an MoE"""
 WGRAD_SHARE = {"fp8_block": 0.66}
-"""Further share of wgrad: in DeepSeek's H800 trace it runs at 0.35 of peak (4.78 TFLOP in 8.19 ms), forward and dgrad at
-0.6: FP8 with 1x128 tiles on both sides promotes its partial sums more often"""
+"""Further share of wgrad: in DeepSeek's H800 trace it runs at 0.35 of peak (4.78 TFLOP in 8.19 ms), forward and dgrad
+at 0.6: FP8 with 1x128 tiles on both sides promotes its partial sums more often"""
 
 HBM_SHARE = {
     "ampere": 0.80,

@@ -23,7 +23,7 @@ from titan_moe.flavors import Flavor
 from titan_moe.plan.hardware import Hardware
 from titan_moe.plan.job import Job
 
-DRAWS = 6000  # tokens of a Monte Carlo estimate: standard error of U below 0.01
+DRAWS = 4000  # tokens of a Monte Carlo estimate: standard error of U below 0.015
 PAYLOAD = {"bf16": 1.0, "fp8": 0.516}
 """Bytes of a row over its BF16 bytes: 1 byte an element, and a 4-byte scale for each 128 (8 for 256)"""
 
