@@ -58,6 +58,7 @@ DIVISORS = {
     "parallelism.data_parallel_replicate_degree",
     "parallelism.data_parallel_shard_degree",
     "parallelism.expert_parallel_degree",
+    "plan.gpus",
     "training.local_batch_size",
     "training.seq_len",
     "loss.num_chunks",

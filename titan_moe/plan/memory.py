@@ -180,17 +180,20 @@ def _unsharded(job: Job, stages: list[Stage]) -> list[Entry]:
     layers, ends = _rank_weights(job, stages)
     number = sum(_layers(stages).values())
     unit = max((sum(_layer_weights(job, kind)) for kind, n in _layers(stages).items() if n), default=0.0)
+    gathered = min(2, number) * unit if job.reshard_after_forward else sum(layers)
     entries = [
+        Entry("gathered parameters", "gathered layers", 2 * gathered),
         Entry(
-            "gathered parameters", "layers", 2 * (min(2, number) * unit if job.reshard_after_forward else sum(layers))
+            "gathered parameters", "gathered embedding and head", 0.0 if job.reshard_after_forward else 2 * sum(ends)
         ),
-        Entry("gathered parameters", "embedding and head", 0.0 if job.reshard_after_forward else 2 * sum(ends)),
         Entry("gathered parameters", "all-gather buffer", 2 * unit),
-        Entry("unreduced gradients", "of the layer, BF16", 2 * unit),
-        Entry("unreduced gradients", "input of the reduction, FP32", 4 * unit),
+        Entry("unreduced gradients", "gradients of a layer, BF16", 2 * unit),
+        Entry("unreduced gradients", "gradient reduction buffer, FP32", 4 * unit),
     ]
     if job.microbatches > 1:
-        entries.append(Entry("unreduced gradients", "of all microbatches, FP32", 4 * (sum(layers) + sum(ends))))
+        entries.append(
+            Entry("unreduced gradients", "gradients of all microbatches, FP32", 4 * (sum(layers) + sum(ends)))
+        )
     if job.precision != "bf16":
         entries.append(Entry("gathered parameters", "low-precision copies", FP8_WEIGHT_BYTES * min(2, number) * unit))
     return entries
@@ -247,8 +250,8 @@ def _working_sets(job: Job, stages: list[Stage], kernels: Kernels) -> list[list[
         per_logit = 6 if job.sharding == "zero1" else 2 + 4 + 4 + 4 + 2
         head = [Entry("working set", "logits", per_logit * chunk)]
         if job.sharding == "fsdp":  # gathered in BF16, a BF16 gradient, and its sum over chunks in FP32
-            gathered = 2 if job.reshard_after_forward else 0
-            head.append(Entry("working set", "head and its gradient", (gathered + 2 + 4) * of_head(f) / job.tp))
+            size = (2 if job.reshard_after_forward else 0) + 2 + (4 if job.microbatches == 1 else 0)
+            head.append(Entry("working set", "head and its gradient", size * of_head(f) / job.tp))
         if job.loss_chunks > 1:
             head.append(Entry("working set", "gradient of the last hidden states, FP32", 4.0 * job.tokens * f.dim))
         sets.append(head)

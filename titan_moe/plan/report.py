@@ -97,8 +97,8 @@ def _heading(job: Job) -> list[str]:
         f"{f.n_layers} layers{mtp}",
         f"         {job.gpus:,} x {job.hardware.name}, {job.precision}; {shards}{', ' + others if others else ''}; "
         f"dispatcher {job.dispatcher}, {job.routing.replace('_', ' ')} routing; recompute {recompute}",
-        f"         {job.global_batch_size:,} sequences x {job.seq_len:,} = {job.tokens_per_step / 1e6:,.2f} M tokens per"
-        f" step: {job.microbatches} microbatches of {job.micro_batch_size} x {job.dp} data-parallel ranks",
+        f"         {job.global_batch_size:,} sequences x {job.seq_len:,} = {job.tokens_per_step / 1e6:,.2f} M tokens "
+        f"per step: {job.microbatches} microbatches of {job.micro_batch_size} x {job.dp} data-parallel ranks",
     ]
     if job.pp > 1:
         sizes = " ".join(str(stage.layers) for stage in job.stages)
@@ -129,7 +129,8 @@ def _memory_table(memory: Memory) -> list[str]:
     rank = (
         f", pipeline rank {memory.rank} of {len(memory.allocated_by_rank)}" if len(memory.allocated_by_rank) > 1 else ""
     )
-    rows = [(f"{entry.group}: {entry.name}", entry.size / GIB) for entry in memory.entries]
+    named = {"activations": "activations: ", "working set": "backward of a layer or the head: "}
+    rows = [(named.get(entry.group, "") + entry.name, entry.size / GIB) for entry in memory.entries]
     rows.append(("margin for fragmentation", memory.margin / GIB))
     return _table(f"Memory per GPU{rank}", "GiB", rows, memory.needed / GIB, "{:,.2f}")
 
