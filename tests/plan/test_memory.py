@@ -9,29 +9,18 @@ import pytest
 
 from tests.distributed.harness import free_port, torchrun
 from titan_moe import config_file, flavors
-from titan_moe.plan import activations, parameters
+from titan_moe.plan import activations, memory_runs, parameters
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
-from titan_moe.plan.memory import GIB, in_flight, predict_memory
-from titan_moe.plan.stages import balanced, from_counts
+from titan_moe.plan.memory import in_flight, predict_memory
 
 MIB = 2**20
 REPO = Path(__file__).parents[2]
-DEEPSEEK, QWEN_30B = flavors.FLAVORS["671B"], flavors.PUBLISHED["Qwen3-30B-A3B"]
+DEEPSEEK = flavors.FLAVORS["671B"]
 
 
-def megatron(model=DEEPSEEK, hardware="B200", **settings) -> Job:
-    sizes = {
-        "gpus": 256,
-        "pp": 1,
-        "ep": 8,
-        "global_batch_size": 4096,
-        "micro_batch_size": 1,
-        "seq_len": 4096,
-    } | settings
-    stages = balanced(model.n_layers, sizes["pp"] * sizes.get("vp", 1), model.n_dense_layers, model.num_mtp_layers)
-    defaults = {"stages": stages, "dp_shard": sizes["gpus"] // sizes["pp"], "precision": "bf16"}
-    return Job(model=model, model_name="", hardware=HARDWARE[hardware], **(defaults | sizes))
+def megatron(model=DEEPSEEK, hardware="B200", gpus=256, ep=8, **settings) -> Job:
+    return memory_runs.job_of(model, hardware, gpus, ep=ep, **settings)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,20 +81,12 @@ def test_what_recompute_and_offload_save_in_a_deepseek_layer(change: dict, saved
     assert sum(layer_mib(job).values()) - sum(after.values()) == pytest.approx(saved, rel=0.03)
 
 
-FOUR_LAYERS = replace(DEEPSEEK, n_layers=4, n_dense_layers=1)
-
-
-@pytest.mark.parametrize(
-    ("job", "gib"),
-    [
-        (megatron(FOUR_LAYERS, gpus=8, ep=8, global_batch_size=64), 104.30),
-        (megatron(FOUR_LAYERS, gpus=8, ep=4, pp=2, global_batch_size=64, stages=from_counts([2, 2], 1, 0)), 114.00),
-        (megatron(QWEN_30B, "H100", gpus=16, ep=16, global_batch_size=1024), 62.2),
-    ],
-    ids=["DeepSeek-V3 4 layers EP8", "DeepSeek-V3 4 layers PP2 EP4", "Qwen3-30B EP16"],
-)
-def test_published_peaks(job: Job, gib: float):
-    assert predict_memory(job).allocated / GIB == pytest.approx(gib, rel=0.07)
+@pytest.mark.parametrize("peak", memory_runs.published_peaks(), ids=lambda peak: peak.name)
+def test_published_peaks(peak: memory_runs.PublishedPeak):
+    if peak.scored:
+        assert peak.error == pytest.approx(0, abs=0.07)
+    else:
+        assert peak.assumed, "what keeps it from being scored is said"
 
 
 def test_hybridep_buffers_have_room_for_all_tokens_of_all_ranks():
@@ -164,8 +145,9 @@ def test_accumulation_keeps_whole_gradients_with_fsdp():
     job = megatron(ep=64, sharding="fsdp", param_dtype="float32", global_batch_size=256)
     one, two = predict_memory(job), predict_memory(replace(job, global_batch_size=512))
     whole = parameters.total(DEEPSEEK) - 58 * parameters.of_layer(DEEPSEEK, "moe")["routed experts"] * 63 / 64
-    assert two.allocated - one.allocated == pytest.approx(4 * whole)
-    assert one.by_group()["activations"] == two.by_group()["activations"]
+    groups, more = one.by_group(), two.by_group()
+    assert more["unreduced gradients"] - groups["unreduced gradients"] == pytest.approx(4 * whole)
+    assert more["activations"] == groups["activations"] and two.allocated > one.allocated + 3.9 * whole
 
 
 # ---------------------------------------------------------------------------------------------------------------------
