@@ -29,6 +29,10 @@ def test_the_table_holds_the_published_peaks():
         assert (found.bf16_tflops, found.fp8_tflops, found.hbm_gb, found.nvlink_domain) == (bf16, fp8, hbm, domain)
 
 
+def test_longer_names_are_understood():
+    assert resolve("GB200 NVL72") is HARDWARE["GB200"] and resolve("NVIDIA H100 SXM") is HARDWARE["H100"]
+
+
 def test_unknown_hardware_lists_the_known_and_says_how_to_define_it():
     with pytest.raises(ValueError) as caught:
         resolve("H9000")

@@ -38,9 +38,11 @@ def test_broken_layout_strings_are_refused(layout):
         stages.expand(layout)
 
 
-def test_a_layout_that_does_not_fit_says_what_it_has():
-    with pytest.raises(ValueError, match=r"16 stages, 61 layers and 1 MTP layers, but pp x vp = 32"):
-        Job.from_row(row(vp="16"))
+def test_a_layout_that_does_not_fit_says_what_it_has_and_is_split_evenly():
+    with pytest.raises(ValueError, match=r"16 stages, 61 layers and 1 MTP layers, but pp x vp = 32 stages"):
+        stages.parse("Et*4|(t*4|)*14tmL", layers=61, n_dense=3, mtp=1, stages=32)
+    job = Job.from_row(row(vp="16"))
+    assert len(job.stages) == 32 and "an even split, because" in job.notes[0]
 
 
 def test_dense_layers_come_first_and_the_ends_hold_embedding_and_head():
@@ -81,7 +83,12 @@ def test_every_published_row_with_a_layout_gives_a_job():
 
 def test_columns_mean_what_they_say():
     job = Job.from_row(row())
-    assert (job.precision, job.dispatcher, job.overlap, job.graphs) == ("mxfp8", "hybridep", "1f1b_delayed_wgrad", "full")
+    assert (job.precision, job.dispatcher, job.overlap, job.graphs) == (
+        "mxfp8",
+        "hybridep",
+        "1f1b_delayed_wgrad",
+        "full",
+    )
     assert job.fp8_attention and job.fused_grouped_mlp and job.sync_free and job.comm_sms == 32
     assert (job.dp, job.edp, job.microbatches, job.tokens) == (128, 4, 32, 4096)
     assert Job.from_row(row(recompute="mla_up_proj+moe_act")).recompute == {"mla_up_proj", "swiglu"}
@@ -89,7 +96,7 @@ def test_columns_mean_what_they_say():
 
 
 def test_missing_optional_columns_count_as_blank():
-    needed = "model hardware gpus precision global_batch_size seq_len tp pp ep".split()
+    needed = ["model", "hardware", "gpus", "precision", "global_batch_size", "seq_len", "tp", "pp", "ep"]
     job = Job.from_row({key: ROWS[-2][key] for key in needed})
     assert (job.micro_batch_size, job.vp, job.overlap, job.dispatcher) == (1, 1, "none", "alltoall")
 

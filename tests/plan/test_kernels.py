@@ -79,7 +79,9 @@ def test_attention_rates(hardware, fp8, forward, backward):
 
 
 def test_longer_sequences_use_attention_better():
-    short, long = (kernels.attention_seconds(HARDWARE["H100"], 1e12, s, backward=False, fp8=False) for s in (2048, 16384))
+    short, long = (
+        kernels.attention_seconds(HARDWARE["H100"], 1e12, s, backward=False, fp8=False) for s in (2048, 16384)
+    )
     assert 1.0 < short / long < 1.3
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from titan_moe.flavors import FLAVORS, PUBLISHED
-from titan_moe.plan import overlap, traffic
+from titan_moe.plan import collectives, traffic
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
 from titan_moe.plan.published import RUNS, read, run_of
@@ -101,7 +101,7 @@ def test_context_parallel_bytes_are_the_other_ranks_keys_and_values():
 def test_sharded_collectives_cross_domains_once_per_domain():
     """Inside a domain first: what crosses is one share of the domain's ranks."""
     job = gb200()
-    inside = overlap.sharded_seconds(job, 64e9, 64, 1)
-    both = overlap.sharded_seconds(job, 64e9, 128, 1)
-    alone = overlap.sharded_seconds(job, 64e9, 2, 64)
+    inside = collectives.sharded_seconds(job, 64e9, 64, 1)
+    both = collectives.sharded_seconds(job, 64e9, 128, 1)
+    alone = collectives.sharded_seconds(job, 64e9, 2, 64)
     assert inside < both < inside + alone / 32

@@ -85,7 +85,8 @@ def resolve(name: str) -> Hardware:
     """The accelerator called `name`, or described by the TOML file at that path. Raises ValueError for neither."""
     if name.endswith(".toml"):
         return _from_file(Path(name))
-    found = {known.lower(): hardware for known, hardware in HARDWARE.items()}.get(name.strip().lower())
+    lower = {known.lower(): hardware for known, hardware in HARDWARE.items()}
+    found = next((lower[word] for word in name.lower().split() if word in lower), None)  # also "GB200 NVL72"
     if found is None:
         raise ValueError(f'hardware "{name}": is not known; choose one of {", ".join(HARDWARE)}, {REMEDY}')
     return found

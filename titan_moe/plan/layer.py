@@ -20,16 +20,11 @@ from titan_moe.plan import kernels
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
 from titan_moe.plan.profiles import Software
-from titan_moe.plan.traffic import unique_places
+from titan_moe.plan.traffic import IMBALANCE, unique_places
 
 Kind = Literal["dense", "moe", "mtp"]
 Block = Literal["attention", "router", "experts", "shared"]
 Phase = Literal["forward", "backward", "wgrad"]
-
-IMBALANCE = {"natural": 1.10, "balanced_random": 1.02, "round_robin": 1.0}
-"""Rows of the busiest rank over the mean. Learned routing: forced balance ran a Qwen3-235B 1.24 times (16 k tokens) and
-1.09 times (128 k) as fast as learned, of which experts and their traffic are the half"""
-
 
 ALIGNMENT = {"bf16": 16, "fp8_current": 16, "fp8_block": 128, "mxfp8": 128, "nvfp4": 128}
 """Rows of an expert are padded to a multiple of this: half of it on average"""

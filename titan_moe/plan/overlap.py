@@ -11,13 +11,14 @@ times join as a p-norm, (gpu^p + host^p)^(1/p), with p the constant `host_norm`.
 GPU idles until the queue is full again (`STALL_LAUNCHES`).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from titan_moe.plan import kernels, schedule, traffic
+from titan_moe.plan import collectives, kernels, schedule, traffic
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
-from titan_moe.plan.layer import IMBALANCE, Kernel, Kind, layer_kernels, linears
+from titan_moe.plan.layer import Kernel, Kind, layer_kernels
 from titan_moe.plan.profiles import Software
 from titan_moe.plan.schedule import Lane, Op, Placed
 
@@ -90,7 +91,7 @@ def transfers(job: Job, software: Software, c: Constants) -> dict[str, float]:
         ("combine backward", False, first),
         ("dispatch backward", True, "bf16"),
     ):
-        row = traffic.row_bytes(job, payload) * job.tokens * IMBALANCE[job.routing]
+        row = traffic.row_bytes(job, payload) * job.tokens * traffic.IMBALANCE[job.routing]
         seconds = 0.0
         if job.ep > 1:
             seconds = kernels.ep_seconds(job.hardware, job.dispatcher, job.ep, nodes, near * row, far * row, combine, c)
@@ -107,23 +108,20 @@ def layer_time(job: Job, kind: Kind, software: Software, c: Constants) -> LayerT
     moe = kind != "dense"
     sent = transfers(job, software, c) if moe else {}
     parts = _sum((k.part, k.seconds) for k in listed)
-    gpu = {which: sum(k.seconds for k in listed if (k.phase == "forward") == which) for which in (True, False)}
-    launches = {
-        which: sum(launches_left(job, k, software) for k in listed if (k.phase == "forward") == which)
-        for which in (True, False)
-    }
+    gpu = _sum((_side(k), k.seconds) for k in listed)
+    launches = _sum((_side(k), launches_left(job, k, software)) for k in listed)
     stall = host_seconds(syncs(job) * STALL_LAUNCHES * moe, software, c)
-    beside = _beside(job, kind, gpu[True], gpu[False])
+    beside = collectives.beside(job, kind, gpu["forward"], gpu["backward"])
     for name, (forward, backward) in beside.items():
-        gpu[True] += forward
-        gpu[False] += backward
+        gpu["forward"] += forward
+        gpu["backward"] += backward
         parts[name] = forward + backward
     alone = {
-        True: gpu[True] + sent.get("dispatch", 0.0) + sent.get("combine", 0.0),
-        False: gpu[False] + sent.get("combine backward", 0.0) + sent.get("dispatch backward", 0.0),
+        "forward": gpu["forward"] + sent.get("dispatch", 0.0) + sent.get("combine", 0.0),
+        "backward": gpu["backward"] + sent.get("combine backward", 0.0) + sent.get("dispatch backward", 0.0),
     }
-    host = {which: host_seconds(launches[which], software, c) for which in alone}
-    forward, backward = (_join(alone[which], host[which], c) for which in alone)
+    host = {side: host_seconds(launches[side], software, c) for side in alone}
+    forward, backward = (_join(alone[side], host[side], c) for side in ("forward", "backward"))
     forward += stall
     steady, slowed = sum(alone.values()), 0.0
     pair = forward + backward
@@ -138,7 +136,11 @@ def layer_time(job: Job, kind: Kind, software: Software, c: Constants) -> LayerT
     return LayerTime(forward=forward, backward=backward, wgrad=wgrad, pair=pair, parts=parts)
 
 
-def _sum(items) -> dict[str, float]:
+def _side(kernel: Kernel) -> str:
+    return "forward" if kernel.phase == "forward" else "backward"
+
+
+def _sum(items: Iterable[tuple[str, float]]) -> dict[str, float]:
     total: dict[str, float] = {}
     for name, seconds in items:
         total[name] = total.get(name, 0.0) + seconds
@@ -147,53 +149,6 @@ def _sum(items) -> dict[str, float]:
 
 def _join(gpu: float, host: float, c: Constants) -> float:
     return (gpu**c.host_norm + host**c.host_norm) ** (1 / c.host_norm)
-
-
-def _beside(job: Job, kind: Kind, forward: float, backward: float) -> dict[str, tuple[float, float]]:
-    """Exposed seconds (forward, backward) of the other traffic of a layer. TP and CP stand between kernels; FSDP
-    gathers the next layer and reduces the last one beside this one's kernels."""
-    found, hw = {}, job.hardware
-    if job.tp > 1:
-        tp = kernels.collective_seconds(hw, traffic.tp_bytes_per_layer(job, kind != "dense"), across=False)
-        found["exposed TP"] = (0.4 * tp, 0.6 * tp)
-    if job.cp > 1:
-        across = job.tp * job.cp > hw.nvlink_domain
-        cp = kernels.collective_seconds(hw, traffic.cp_bytes_per_layer(job), across=across)
-        found["exposed CP"] = (cp / 3, cp * 2 / 3)
-    if job.sharding == "fsdp" and job.dp_shard > 1:
-        gather, reduce = fsdp_seconds(job, kind)
-        every = job.pp == 1  # with a pipeline, FSDP keeps gathered parameters and reduces once a step
-        again = gather if job.reshard_after_forward else 0.0
-        found["exposed FSDP"] = (
-            max(gather - forward, 0.0) if every or job.reshard_after_forward else 0.0,
-            max(again + reduce * every - backward, 0.0),
-        )
-    return found
-
-
-def fsdp_seconds(job: Job, kind: Kind) -> tuple[float, float]:
-    """Seconds alone to gather one layer's BF16 parameters and to reduce-scatter its FP32 gradients."""
-    gather = reduce = 0.0
-    for experts in (False, True):
-        weights = sum(w.k * w.n * w.groups for w in linears(job, kind) if (w.block == "experts") == experts)
-        ranks, stride = (job.edp // job.dp_replicate or 1, job.ep) if experts else (job.dp_shard * job.cp, job.tp)
-        gather += sharded_seconds(job, weights * 2.0, ranks, stride)
-        reduce += sharded_seconds(job, weights * 4.0, ranks, stride)
-    return gather, reduce
-
-
-def sharded_seconds(job: Job, volume: float, ranks: int, stride: int) -> float:
-    """Gather or reduce-scatter of `volume` bytes over `ranks` ranks, each `stride` ranks from the next: inside a domain
-    first, and then what is left across domains."""
-    if ranks <= 1 or volume == 0:
-        return 0.0
-    near = max(1, min(ranks, traffic.ranks_per_domain(job.hardware) // stride))
-    far = ranks // near
-    inside = traffic.fsdp_gather_bytes(volume, near, 1)
-    across = traffic.fsdp_gather_bytes(volume / near, far, 1)
-    return kernels.collective_seconds(job.hardware, inside, across=False) + kernels.collective_seconds(
-        job.hardware, across, across=True
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

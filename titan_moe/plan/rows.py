@@ -24,9 +24,7 @@ def job_from_row(row: Mapping[str, str]) -> Job:
     gpus = _number(row, "gpus")
     if gpus % (tp * cp * pp):
         raise ValueError(f"gpus = {gpus}: must be a multiple of tp x cp x pp = {tp} x {cp} x {pp} = {tp * cp * pp}")
-    stages, assumed = stage_layout.parse(
-        row.get("pp_layout") or "", layers=model.n_layers, n_dense=model.n_dense_layers, mtp=mtp, stages=pp * vp
-    )
+    stages, assumed = _stages(row.get("pp_layout") or "", model, pp * vp)
     notes = [f"stages: {assumed}"] if assumed else []
     names = [] if is_blank(row.get("recompute")) else re.split(r"[+,; ]+", (row.get("recompute") or "").strip())
     mode = "full" if names == ["full"] else "none"
@@ -66,6 +64,15 @@ def job_from_row(row: Mapping[str, str]) -> Job:
         sync_free=_yes(row, "sync_free"),
         notes=tuple(notes),
     )
+
+
+def _stages(layout: str, model: Flavor, count: int) -> tuple[tuple[stage_layout.Stage, ...], str]:
+    """The stages that a description of the layout means, and what was assumed."""
+    sizes = {"layers": model.n_layers, "n_dense": model.n_dense_layers, "mtp": model.num_mtp_layers, "stages": count}
+    try:
+        return stage_layout.parse(layout, **sizes)
+    except ValueError as error:
+        return stage_layout.parse("", **sizes)[0], f"an even split, because {error}"
 
 
 def is_blank(value: str | None) -> bool:

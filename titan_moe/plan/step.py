@@ -12,8 +12,8 @@ kernels; while the pipeline fills and drains there is nothing to hide behind.
 import math
 from dataclasses import dataclass, field
 
+from titan_moe.plan import collectives, flops, kernels, overlap, profiles, schedule, traffic
 from titan_moe.plan import constants as constants_file
-from titan_moe.plan import flops, kernels, overlap, profiles, schedule, traffic
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
 from titan_moe.plan.layer import Kind, layer_kernels, linears
@@ -203,9 +203,10 @@ def _data_parallel(job: Job, software: Software, forward: float, backward: float
     # Chunks of an interleaved pipeline finish one after the other, while the last round of microbatches runs.
     rounds = job.pp * (job.vp - 1) / job.vp if job.vp > 1 else 1.0
     exposed = 0.0
-    for window in (backward, forward):
-        moved = overlap.sharded_seconds(job, dense * 2.0, job.dp * job.cp, job.tp)
-        moved += overlap.sharded_seconds(job, experts * 2.0, job.edp, job.ep)
+    # Megatron reduces in BF16; FSDP2 here in FP32.
+    for window, width in ((backward, 4.0 if job.sharding == "fsdp" else 2.0), (forward, 2.0)):
+        moved = collectives.sharded_seconds(job, dense * width, job.dp * job.cp, job.tp)
+        moved += collectives.sharded_seconds(job, experts * width, job.edp, job.ep)
         free = REDUCE_OVERLAP * window * rounds if software.reduce_overlap else 0.0
         exposed += max(moved - free, NEVER_HIDDEN * moved)
     return exposed
