@@ -147,7 +147,7 @@ def test_accumulation_keeps_whole_gradients_with_fsdp():
     whole = parameters.total(DEEPSEEK) - 58 * parameters.of_layer(DEEPSEEK, "moe")["routed experts"] * 63 / 64
     groups, more = one.by_group(), two.by_group()
     assert more["unreduced gradients"] - groups["unreduced gradients"] == pytest.approx(4 * whole)
-    assert more["activations"] == groups["activations"] and two.allocated > one.allocated + 3.9 * whole
+    assert more["activations"] == groups["activations"] and two.allocated > one.allocated + 3.8 * whole
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -30,9 +30,33 @@ def draw(plan: Plan, folder: str) -> list[Path]:
         ) from error
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        return [memory_chart(plan, Path(folder, "memory.png")), timeline(plan, Path(folder, "timeline.png"))]
+        chart, lanes = paths(Path(folder))
+        return [memory_chart(plan, chart), timeline(plan, lanes)]
     except OSError as error:
         raise ConfigError("pictures", [f'plan.png = "{folder}": {error.strerror or error}']) from error
+
+
+def paths(folder: Path) -> list[Path]:
+    """The files that `draw` writes."""
+    return [folder / "memory.png", folder / "timeline.png"]
+
+
+def summary(plan: Plan) -> str:
+    """The numbers in the pictures, which they carry as metadata, so that one can tell whether they are current."""
+    return (
+        f"{_job_line(plan)}; {plan.speed.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
+        f"{plan.memory.needed / GIB:,.1f} of {plan.memory.capacity / GIB:,.1f} GiB"
+    )
+
+
+def shown_in(path: Path) -> str | None:
+    """The `summary` of the plan that a picture shows; None if there is no such picture."""
+    from PIL import Image
+
+    if not path.exists():
+        return None
+    with Image.open(path) as image:
+        return image.info.get("Description")
 
 
 class Canvas:
@@ -72,8 +96,13 @@ class Canvas:
             self.text(EDGE, y, line, 14, PALE)
         return y + 16
 
-    def save(self, path: Path) -> Path:
-        self.image.save(path)
+    def save(self, path: Path, description: str) -> Path:
+        from PIL.PngImagePlugin import PngInfo
+
+        metadata = PngInfo()
+        metadata.add_text("Description", description)
+        # A palette makes it a quarter of the size, and nothing here has more colors.
+        self.image.quantize(64).save(path, pnginfo=metadata, optimize=True)
         return path
 
 
@@ -121,7 +150,7 @@ def memory_chart(plan: Plan, path: Path) -> Path:
         end = EDGE + LABELS + size / largest * (WIDTH - 2 * EDGE - LABELS - 70)
         canvas.box(EDGE + LABELS, y - 9, end, y + 9, colors.get(group, COLORS[-1]))
         canvas.text(end + 8, y, f"{size / GIB:,.2f}", 13)
-    return canvas.save(path)
+    return canvas.save(path, summary(plan))
 
 
 def _rows(memory: Memory) -> list[tuple[str, str, float]]:
@@ -185,7 +214,7 @@ def timeline(plan: Plan, path: Path) -> Path:
             canvas.box(x0, y + 10, x1 - 1, y + high - 10, colors[block])
             fitting = (word for word in (name, phase, phase[:1].upper()) if canvas.width_of(word, 12) < x1 - x0 - 5)
             canvas.text((x0 + x1) / 2, y + high / 2, next(fitting, ""), 12, PAPER, "mm")
-    return canvas.save(path)
+    return canvas.save(path, summary(plan))
 
 
 def _ticks(end: float) -> list[float]:
