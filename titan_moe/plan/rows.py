@@ -30,6 +30,7 @@ def job_from_row(row: Mapping[str, str]) -> Job:
     mode = "full" if names == ["full"] else "none"
     release, taken_for = profiles.of_release(row.get("release") or "")
     notes += [taken_for] if taken_for else []
+    notes += ["dispatcher: alltoall"] if ep > 1 and is_blank(row.get("dispatcher")) else []
     unknown = [name for name in names if name not in RECOMPUTE_NAMES and name not in ("none", "full")]
     notes += [f"recompute of {name} is not modelled" for name in unknown]
     routing = (row.get("routing") or "natural").lower()
