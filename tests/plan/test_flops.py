@@ -1,6 +1,7 @@
 """FLOPs per token reproduce the TFLOPS that published runs state, and the totals known for each model."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,17 @@ def test_a_full_query_projection_costs_what_its_matrix_does() -> None:
     f = FLAVORS["16B"]
     assert f.q_lora_rank == 0
     assert per_token(f, 1, num_mtp_layers=0)["attention q"] == 6 * f.n_layers * f.dim * f.n_heads * (128 + 64)
+
+
+def test_torchtitan_counts_the_same_in_its_convention() -> None:
+    """All attention, no MTP; torchtitan also counts the router and every norm."""
+    from titan_moe.config import Config, Model
+    from titan_moe.model import build_model
+
+    config = Config(model=Model(flavor="16B", n_layers=3))
+    model = build_model(config)
+    _, theirs = model.config.get_nparams_and_flops(model, 4096)
+    flavor = replace(FLAVORS["16B"], n_layers=3)
+    ours = sum(per_token(flavor, 4096, num_mtp_layers=0, causal=False).values())
+    router = 6 * 2 * flavor.dim * flavor.num_experts
+    assert theirs == pytest.approx(ours + router, rel=1e-4)
