@@ -165,6 +165,20 @@ def test_fsdp_hides_behind_enough_tokens(runs):
     assert exposed[0] > exposed[1] > exposed[2] == 0.0
 
 
+def test_offloaded_activations_leave_beside_kernels_if_the_link_is_fast_enough(runs):
+    job = replace(job_on(runs, "GB200", ep=32), offload=frozenset({"moe_expert_input"}))
+    assert predict(job).parts["exposed offload"] == 0.0
+    slow = replace(job, hardware=replace(job.hardware, host_gb_s=25))
+    assert predict(slow).parts["exposed offload"] > 0.0
+
+
+def test_tensor_and_context_parallelism_cost_traffic(runs):
+    job = job_on(runs, "H100", tp=2)
+    split = replace(job, cp=2, dp_shard=job.dp_shard // 2, seq_len=2 * job.seq_len)
+    parts = predict(split).parts
+    assert parts["exposed TP"] > 0 and parts["attention"] > parts["exposed CP"] > 0
+
+
 def test_nvfp4_gains_little_on_an_moe(runs):
     job = job_on(runs, "GB300", release="26.04", precision="mxfp8")
     assert 0.0 < tokens_per_s(replace(job, precision="nvfp4")) / tokens_per_s(job) - 1 < 0.10

@@ -1,17 +1,17 @@
-"""Collectives other than expert parallelism's: how long they take, and how much of that a layer exposes.
+"""Traffic other than expert parallelism's: how long it takes, and how much of that a layer exposes.
 
 Tensor and context parallelism stand between kernels: all of it is exposed. FSDP gathers the next layer and reduces the
-last one beside this one's kernels, so that only what is longer than them shows.
+last one beside this one's kernels, and offloaded activations leave and come back beside them, so that only what is
+longer than the kernels shows.
 """
 
-from titan_moe.plan import kernels, traffic
+from titan_moe.plan import activations, kernels, traffic
 from titan_moe.plan.job import Job
 from titan_moe.plan.layer import Kind, linears
 
 
 def beside(job: Job, kind: Kind, forward: float, backward: float) -> dict[str, tuple[float, float]]:
-    """Exposed seconds (forward, backward) of the other traffic of a layer. TP and CP stand between kernels; FSDP
-    gathers the next layer and reduces the last one beside this one's kernels."""
+    """Exposed seconds (forward, backward) by cause in one layer, whose kernels take `forward` and `backward` seconds."""
     found, hw = {}, job.hardware
     if job.tp > 1:
         tp = kernels.collective_seconds(hw, traffic.tp_bytes_per_layer(job, kind != "dense"), across=False)
@@ -28,6 +28,10 @@ def beside(job: Job, kind: Kind, forward: float, backward: float) -> dict[str, t
             max(gather - forward, 0.0) if every or job.reshard_after_forward else 0.0,
             max(again + reduce * every - backward, 0.0),
         )
+    if job.offload:
+        copied = sum(item.size for item in activations.layer(job, kind) if item.offload in job.offload)
+        seconds = copied / (hw.host_gb_s * 1e9)
+        found["exposed offload"] = (max(seconds - forward, 0.0), max(seconds - backward, 0.0))
     return found
 
 

@@ -247,6 +247,7 @@ LIMITS = {
     "memory bandwidth": ("elementwise", "permute", "quantize", "router"),
     "expert-parallel communication": ("exposed EP", "slowed by communication"),
     "other communication": ("exposed TP", "exposed CP", "exposed FSDP", "exposed DP", "exposed PP"),
+    "copies to the host": ("exposed offload",),
     "the host": ("host",),
     "pipeline bubble": ("bubble",),
 }
