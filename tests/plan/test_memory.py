@@ -12,7 +12,7 @@ from titan_moe import config_file, flavors
 from titan_moe.plan import activations, memory_runs, parameters
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
-from titan_moe.plan.memory import in_flight, predict_memory
+from titan_moe.plan.memory import in_flight, predict_memory, states
 
 MIB = 2**20
 REPO = Path(__file__).parents[2]
@@ -126,8 +126,7 @@ def test_parameter_counts_are_the_published_ones():
 
 def test_zero1_states_are_6_plus_12_over_the_shards():
     job = megatron(gpus=8, ep=1)
-    states = {"parameters", "gradients", "optimizer"}
-    size = sum(entry.size for entry in predict_memory(job).entries if entry.group in states)
+    size = sum(entry.size for entry in states(job, rank=0))
     assert size / parameters.total(DEEPSEEK) == pytest.approx(6 + 12 / 8)
 
 
@@ -146,6 +145,7 @@ def test_accumulation_keeps_whole_gradients_with_fsdp():
     one, two = predict_memory(job), predict_memory(replace(job, global_batch_size=512))
     whole = parameters.total(DEEPSEEK) - 58 * parameters.of_layer(DEEPSEEK, "moe")["routed experts"] * 63 / 64
     groups, more = one.by_group(), two.by_group()
+    assert "gradients" not in groups, "sharded gradients come as activations go"
     assert more["unreduced gradients"] - groups["unreduced gradients"] == pytest.approx(4 * whole)
     assert more["activations"] == groups["activations"] and two.allocated > one.allocated + 3.8 * whole
 
@@ -176,8 +176,6 @@ def test_real_steps_hold_what_is_planned(measured, name: str):
     """On a CPU: parameters, gradients and moments to the byte, activations within 2 %."""
     job = Job.from_config(config_file.load([*CASE, *CASES[name]]), 2, HARDWARE["H100"])
     planned, real = predict_memory(job, activations.CPU), measured[name]
-    sizes = {(entry.group, entry.name): entry.size for entry in planned.entries}
-    assert sizes["parameters", "parameters, sharded"] == real["parameters"]
-    assert sizes["gradients", "gradients, sharded"] == real["gradients"]
-    assert sizes["optimizer", "moments, sharded"] == real["moments"]
+    sizes = {entry.group: entry.size for entry in states(job, rank=0)}
+    assert sizes == {"parameters": real["parameters"], "gradients": real["gradients"], "optimizer": real["moments"]}
     assert planned.by_group()["activations"] == pytest.approx(real["activations"], rel=0.02), planned.by_group()

@@ -1,9 +1,11 @@
 """What one GPU has to hold at the worst moment of a step, item by item, and whether it can.
 
-The worst moment is in the backward pass of the pipeline rank that holds most: every microbatch in flight has its
+The worst moment is as a backward pass begins on the pipeline rank that holds most: every microbatch in flight has its
 activations, one layer is being differentiated (and recomputed), or the loss head is. So
 
     peak = states + gathered parameters and gradients + activations in flight + the larger of two working sets + buffers
+
+with FSDP's sharded gradients in the place of the activations where they take more, at the end of backward.
 
 States, with P parameters of which a rank stores P/s:
 
@@ -101,14 +103,20 @@ def predict_memory(job: Job, kernels: Kernels = GPU) -> Memory:
 
 def _rank_entries(job: Job, rank: int, kernels: Kernels) -> list[Entry]:
     stages = job.stages_of_rank(rank)
-    held = in_flight(job, rank)
-    return [
-        *_states(job, stages),
-        *(_unsharded(job, stages) if job.sharding == "fsdp" else []),
-        *_activations(job, stages, held, kernels),
-        *max(_working_sets(job, stages, kernels), key=lambda entries: sum(entry.size for entry in entries)),
-        *_buffers(job),
-    ]
+    found = [*states(job, rank), *_buffers(job), *_largest(_working_sets(job, stages, kernels))]
+    kept = _activations(job, stages, in_flight(job, rank), kernels)
+    if job.sharding == "zero1":
+        return [*found, *kept]
+    # FSDP2 makes a layer's sharded gradient as backward frees its activations (and the whole one that was summed up
+    # over microbatches): the first of them have gone when the last of those comes.
+    gradients = [entry for entry in found if entry.group == "gradients"]
+    found = [entry for entry in found if entry.group != "gradients"]
+    summed = [_summed_gradients(job, stages)] if job.microbatches > 1 else []
+    return [*found, *_gathered(job, stages), *_largest([[*summed, *kept], gradients])]
+
+
+def _largest(choices: list[list[Entry]]) -> list[Entry]:
+    return max(choices, key=lambda entries: sum(entry.size for entry in entries))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,7 +162,9 @@ def _shards(job: Job) -> Weights:
     return Weights(shard, shard * job.tp / job.ep if job.ep > 1 else shard)
 
 
-def _states(job: Job, stages: list[Stage]) -> list[Entry]:
+def states(job: Job, rank: int) -> list[Entry]:
+    """Parameters, gradients (as after backward) and optimizer states of pipeline rank `rank`."""
+    stages = job.stages_of_rank(rank)
     layers, ends = _rank_weights(job, stages)
     shards = _shards(job)
     whole = sum(layers) + sum(ends)
@@ -175,7 +185,12 @@ def _states(job: Job, stages: list[Stage]) -> list[Entry]:
     ]
 
 
-def _unsharded(job: Job, stages: list[Stage]) -> list[Entry]:
+def _summed_gradients(job: Job, stages: list[Stage]) -> Entry:
+    layers, ends = _rank_weights(job, stages)
+    return Entry("unreduced gradients", "gradients of all microbatches, FP32", 4 * (sum(layers) + sum(ends)))
+
+
+def _gathered(job: Job, stages: list[Stage]) -> list[Entry]:
     """What FSDP2 has gathered or not yet reduced."""
     layers, ends = _rank_weights(job, stages)
     number = sum(_layers(stages).values())
@@ -190,10 +205,6 @@ def _unsharded(job: Job, stages: list[Stage]) -> list[Entry]:
         Entry("unreduced gradients", "gradients of a layer, BF16", 2 * unit),
         Entry("unreduced gradients", "gradient reduction buffer, FP32", 4 * unit),
     ]
-    if job.microbatches > 1:
-        entries.append(
-            Entry("unreduced gradients", "gradients of all microbatches, FP32", 4 * (sum(layers) + sum(ends)))
-        )
     if job.precision != "bf16":
         entries.append(Entry("gathered parameters", "low-precision copies", FP8_WEIGHT_BYTES * min(2, number) * unit))
     return entries
