@@ -12,7 +12,6 @@ from typing import Any
 
 from titan_moe import flavors
 from titan_moe.config import Config
-from titan_moe.plan import hardware
 
 # What a single number must satisfy, and the keys it goes for: outside, something later crashes or, worse, does not.
 RULES: list[tuple[str, Callable[[float], bool], str]] = [
@@ -104,28 +103,6 @@ def sequences_per_step(config: Config, world_size: int) -> int:
         return config.training.global_batch_size
     replicate, shard = data_parallel_degree(config, world_size)
     return config.training.local_batch_size * replicate * shard
-
-
-def plan_problems(config: Config) -> list[str]:
-    """Everything that keeps `config` from being planned: what training on plan.gpus GPUs would say, and what only the
-    planner needs."""
-    plan, found = config.plan, []
-    if not plan.hardware:
-        found.append(f"plan.hardware: is not set; choose one of {', '.join(hardware.HARDWARE)}, {hardware.REMEDY}")
-    else:
-        try:
-            hardware.resolve(plan.hardware).peak_tflops(plan.precision)
-        except ValueError as error:
-            found.append(f"plan.{error}")
-    if config.training.mixed_precision_param != "bfloat16":
-        found.append(
-            f'training.mixed_precision_param = "{config.training.mixed_precision_param}": has no rates in the planner; '
-            'plan with "bfloat16"'
-        )
-    if plan.gpus is None:
-        found.append("plan.gpus: is not set; give the number of GPUs of the whole job, as in --plan.gpus=256")
-        return found
-    return found + check(config, plan.gpus)
 
 
 def _numbers(config: Config) -> dict[str, str]:

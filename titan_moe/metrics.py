@@ -26,8 +26,8 @@ from titan_moe.config import Config
 class Metrics:
     """Counts tokens and seconds between logged steps, and writes them out.
 
-    `flops_per_token` are model FLOPs of forward and backward, attention counted as causal (plan/flops.py); MFU is against
-    the device's dense bf16 peak, n/a when unknown.
+    `flops_per_token` are model FLOPs of forward and backward, attention counted as causal (plan/flops.py); MFU is
+    against the device's dense bf16 peak, n/a when unknown.
     """
 
     def __init__(self, config: Config, run_folder: Path, attempt: int, flops_per_token: float, writes: bool) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from titan_moe import config_file
-from titan_moe.config_check import check, plan_problems
+from titan_moe.config_check import check
+from titan_moe.plan.check import plan_problems
 from titan_moe.plan.hardware import HARDWARE
 
 REPO = Path(__file__).parents[2]

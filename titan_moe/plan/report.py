@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_moe.config import Config
-from titan_moe.config_check import plan_problems
 from titan_moe.config_file import ConfigError
 from titan_moe.plan import hardware, improve, parameters
+from titan_moe.plan.check import plan_problems
 from titan_moe.plan.improve import Improvement
 from titan_moe.plan.job import Job
 from titan_moe.plan.memory import GIB, Memory, predict_memory
