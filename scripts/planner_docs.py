@@ -60,7 +60,7 @@ def headline() -> str:
     return (
         f"Tokens per second of {len(found.scored)} published runs are predicted with a mean error of {fitted.mean:.1%} "
         f"({fitted.largest:.1%} at most);\n{out.mean:.1%} where the fit has not seen the model on that hardware, "
-        f"{priors.mean:.1%} with nothing fitted; four of five new runs\nare expected within {low:+.0%} and {high:+.0%}. "
+        f"{priors.mean:.1%} with nothing fitted; four of five new runs\nare expected within {low:+.0%} to {high:+.0%}. "
         "Memory: three published peaks within 4 %; on CPUs states are equal to the byte\nand activations within 2 % of "
         "real steps."
     )

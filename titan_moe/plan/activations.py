@@ -167,9 +167,13 @@ def titan_layer(job: Job, kind: Kind, kernels: Kernels = GPU) -> list[Item]:
 
 
 def _norm(name: str, width: int, job: Job, kernels: Kernels, gathered: int = 1) -> list[Item]:
-    """A norm's result, gathered over tensor-parallel ranks where what follows needs the whole sequence."""
-    steps = [] if kernels.norm_is_fused else [Item(f"{name}, fp32 steps", 4.0 * job.tokens * (2 * width + 1), "norms")]
-    return [Item(name, 2.0 * job.tokens * width * gathered, "norms"), *steps]
+    """A norm's result, gathered over tensor-parallel ranks where what follows needs the whole sequence. A gathered one
+    is kept, whatever recompute says: it would have to be gathered again."""
+    recompute = "norms" if job.tp == 1 or "latent" in name else ""
+    steps = (
+        [] if kernels.norm_is_fused else [Item(f"{name}, fp32 steps", 4.0 * job.tokens * (2 * width + 1), recompute)]
+    )
+    return [Item(name, 2.0 * job.tokens * width * gathered, recompute), *steps]
 
 
 def _titan_attention(job: Job, wide: float, kernels: Kernels, norm_input: bool) -> list[Item]:
@@ -212,7 +216,7 @@ def _titan_moe(job: Job, wide: float, kernels: Kernels) -> list[Item]:
     f, tokens = job.model, job.tokens
     groups = 2 * f.num_expert_groups + f.num_limited_groups if f.num_expert_groups > 1 else 0
     return [
-        Item("router input, fp32", 4.0 * tokens * f.dim),
+        Item("router input, fp32", 4.0 * tokens * f.dim, "norms" if job.tp == 1 else ""),  # a copy of the norm's result
         Item("router weight, fp32", 4.0 * f.dim * f.num_experts),
         Item("router scores", 4.0 * tokens * (f.num_experts + f.top_k + 1)),
         Item("router choice", 8.0 * tokens * f.top_k, whole=True),
