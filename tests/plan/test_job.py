@@ -153,3 +153,36 @@ def test_a_layout_that_does_not_add_up_is_refused():
         replace(job, gpus=512)
     with pytest.raises(ValueError, match="16 stages: must be pp x vp"):
         replace(job, vp=4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages_", "overlap", "first_rank"),
+    [
+        ("1F1B", 8, "none", [0]),
+        ("Interleaved1F1B", 16, "none", [0, 8]),
+        ("ZBVZeroBubble", 16, "none", [0, 15]),
+        ("DualPipeV", 16, "dualpipe", [0, 15]),
+    ],
+)
+def test_pipeline_schedules(schedule, stages_, overlap, first_rank):
+    made = config(
+        parallelism__pipeline_parallel_degree=8,
+        parallelism__pipeline_parallel_schedule=schedule,
+        parallelism__expert_parallel_degree=32,
+        training__local_batch_size=16,
+    )
+    job = Job.from_config(made, 256, HARDWARE["GB300"])
+    assert (job.pp, len(job.stages), job.overlap, job.stage_indices(0)) == (8, stages_, overlap, first_rank)
+    assert (job.dp, job.micro_batch_size, job.microbatches) == (32, 1, 16)
+    assert not job.reshard_after_forward
+
+
+def test_layers_per_stage_are_taken_as_they_are():
+    made = config(
+        parallelism__pipeline_parallel_degree=4,
+        parallelism__pipeline_parallel_layers_per_stage="[14,16,16,15]",
+        training__local_batch_size=8,
+        parallelism__expert_parallel_degree=8,
+    )
+    job = Job.from_config(made, 64, HARDWARE["GB300"])
+    assert [s.layers for s in job.stages] == [14, 16, 16, 15] and job.stages[0].dense == 3

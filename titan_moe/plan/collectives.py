@@ -11,7 +11,7 @@ from titan_moe.plan.layer import Kind, linears
 
 
 def beside(job: Job, kind: Kind, forward: float, backward: float) -> dict[str, tuple[float, float]]:
-    """Exposed seconds (forward, backward) by cause in one layer, whose kernels take `forward` and `backward` seconds."""
+    """Exposed seconds (forward, backward) by cause in a layer whose kernels take `forward` and `backward` seconds."""
     found, hw = {}, job.hardware
     if job.tp > 1:
         tp = kernels.collective_seconds(hw, traffic.tp_bytes_per_layer(job, kind != "dense"), across=False)

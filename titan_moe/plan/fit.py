@@ -129,10 +129,10 @@ def without_cell(cell: str, runs: Sequence[Run], start: dict[str, float]) -> dic
 
 
 def band(errors: Sequence[float]) -> tuple[float, float]:
-    """The interval of measured / predicted - 1 that holds 80 % of runs, symmetric, from errors of runs whose cell was
-    left out."""
+    """The interval of measured / predicted - 1 that holds 80 % of runs, symmetric and rounded up, from errors of runs
+    whose cell was left out."""
     sizes = sorted(abs(error) for error in errors)
-    half = sizes[min(math.ceil(0.8 * len(sizes)), len(sizes)) - 1]
+    half = math.ceil(1000 * sizes[math.ceil(0.8 * len(sizes)) - 1]) / 1000
     return -half, half
 
 
@@ -156,7 +156,7 @@ def write(
         "[fit]",
         f"date = {_text(date.today().isoformat())}",
         f"runs = {runs}",
-        f"band = [{held[0]:.4f}, {held[1]:.4f}]",
+        f"band = [{held[0]:.3f}, {held[1]:.3f}]",
     ]
     for each in constants_file.described():
         lines += ["", f"[constants.{each.name}]"]

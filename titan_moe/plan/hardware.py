@@ -45,6 +45,9 @@ class Hardware:
     """Streaming multiprocessors, of which overlapped communication takes some"""
     host_gb_s: float = 50.0
     """Copies between GPU and host memory: PCIe 5 x16, or NVLink-C2C of Grace"""
+    sustained: float = 1.0
+    """GEMM speed under full load over that of other GPUs with the same peak. Full load is bound by power, and clocks
+    follow its cube root: B300 has 1.1 times B200's, GB300 1.4 / 1.2 kW = 1.17 times GB200's"""
 
     def peak_tflops(self, precision: Precision) -> float:
         """The dense peak that MFU in this precision is a share of."""
@@ -61,17 +64,17 @@ def _table(*rows: tuple) -> dict[str, Hardware]:
 
 
 HARDWARE = _table(
-    # name     architecture       BF16   FP8   FP4    HBM GB  TB/s NVLink domain NIC  SMs  host GB/s
-    ("A100", "ampere", 312, 0, 0, 80, 2.0, 300, 8, 25, 108, 25),
-    ("H100", "hopper", 989, 1979, 0, 80, 3.35, 450, 8, 50, 132, 50),
-    ("H200", "hopper", 989, 1979, 0, 141, 4.8, 450, 8, 50, 132, 50),
-    ("H800", "hopper", 989, 1979, 0, 80, 3.35, 200, 8, 50, 132, 50),
-    ("B200", "blackwell", 2250, 4500, 9000, 180, 8, 900, 8, 50, 148, 50),
-    ("GB200", "blackwell", 2500, 5000, 10000, 184, 8, 900, 72, 50, 148, 200),
-    ("B300", "blackwell_ultra", 2250, 4500, 13500, 270, 8, 900, 8, 100, 148, 50),
-    ("GB300", "blackwell_ultra", 2500, 5000, 15000, 276, 8, 900, 72, 100, 148, 200),
-    ("MI300X", "cdna3", 1307, 2615, 0, 192, 5.3, 448, 8, 50, 304, 50),
-    ("MI355X", "cdna4", 2500, 5000, 10000, 288, 8, 537, 8, 50, 256, 50),
+    # name     architecture       BF16   FP8   FP4    HBM GB  TB/s NVLink domain NIC  SMs  host GB/s, sustained
+    ("A100", "ampere", 312, 0, 0, 80, 2.0, 300, 8, 25, 108, 25, 1.0),
+    ("H100", "hopper", 989, 1979, 0, 80, 3.35, 450, 8, 50, 132, 50, 1.0),
+    ("H200", "hopper", 989, 1979, 0, 141, 4.8, 450, 8, 50, 132, 50, 1.0),
+    ("H800", "hopper", 989, 1979, 0, 80, 3.35, 200, 8, 50, 132, 50, 1.0),
+    ("B200", "blackwell", 2250, 4500, 9000, 180, 8, 900, 8, 50, 148, 50, 1.0),
+    ("GB200", "blackwell", 2500, 5000, 10000, 184, 8, 900, 72, 50, 148, 200, 1.0),
+    ("B300", "blackwell_ultra", 2250, 4500, 13500, 270, 8, 900, 8, 100, 148, 50, 1.03),
+    ("GB300", "blackwell_ultra", 2500, 5000, 15000, 276, 8, 900, 72, 100, 148, 200, 1.05),
+    ("MI300X", "cdna3", 1307, 2615, 0, 192, 5.3, 448, 8, 50, 304, 50, 1.0),
+    ("MI355X", "cdna4", 2500, 5000, 10000, 288, 8, 537, 8, 50, 256, 50, 1.0),
 )
 
 PROPERTIES = (

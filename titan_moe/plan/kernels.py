@@ -69,7 +69,8 @@ def gemm_seconds(
     """One phase of a linear layer of `groups` equal experts with m rows each, contraction k and output n in forward."""
     peak = hw.peak_tflops(precision)
     scale = (peak if precision == "bf16" else hw.fp8_tflops) / UNIT_TFLOPS
-    saturated = (c.gemm_bf16 if precision == "bf16" else c.gemm_fp8) * peak * 1e12 * GEMM_SHARE.get(precision, 1.0)
+    saturated = (c.gemm_bf16 if precision == "bf16" else c.gemm_fp8) * GEMM_SHARE.get(precision, 1.0)
+    rate = saturated * peak * hw.sustained * 1e12
     contraction = {"forward": k, "dgrad": n, "wgrad": m}[phase]
     width_out = {"forward": n, "dgrad": k, "wgrad": min(n, k)}[phase]
     share = contraction / (contraction + K_HALF) * width_out / (width_out + N_HALF)
@@ -77,7 +78,7 @@ def gemm_seconds(
     share *= rows / (rows + c.rows_half * scale)
     if phase == "wgrad":
         share *= c.wgrad * WGRAD_SHARE.get(precision, 1.0)
-    arithmetic = 2.0 * groups * m * n * k / (saturated * share)
+    arithmetic = 2.0 * groups * m * n * k / (rate * share)
     width = 2.0 if precision == "bf16" else 0.5625 if precision == "nvfp4" else 1.03
     if phase == "wgrad":  # adds to FP32 gradients: reads and writes them
         moved = groups * (m * (n + k) * width + n * k * 8.0)

@@ -107,8 +107,9 @@ def step_parts(job: Job, software: Software, c: Constants) -> dict[str, float]:
     backward = [hidden * sum(t.backward for t in held) for held in stages]
     wgrad = [hidden * sum(t.wgrad for t in held) for held in stages]
     total, computing, sends = _pipeline(job, forward, backward, wgrad)
-    # While the pipeline fills and drains, transfers have nothing to hide behind.
-    fill = (1 / hidden - 1) * steady * (job.pp - 1) / job.pp
+    # While the pipeline fills and drains, transfers have nothing to hide behind: pp microbatches of each rank, and
+    # `steady` is one microbatch on all pp ranks.
+    fill = (1 / hidden - 1) * steady
     ranks = [job.stage_indices(rank) for rank in range(job.pp)]
     busiest = max(ranks, key=lambda held: sum(t.pair for i in held for t in stages[i]))
     parts: dict[str, float] = {}
