@@ -14,7 +14,7 @@ if importlib.util.find_spec("tomli") is None:
 
     sys.modules["tomli"] = tomllib
 
-from titan_moe import config_file  # noqa: E402
+from titan_moe import config_file
 from titan_moe.config_file import ConfigError
 from titan_moe.plan import report
 

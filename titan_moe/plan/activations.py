@@ -161,7 +161,7 @@ def titan_layer(job: Job, kind: Kind, kernels: Kernels = GPU) -> list[Item]:
         Item("attention projection", wide * f.dim if selective else 0.0, selective=True),
         Item("residual", wide * f.dim if kernels.norm_is_fused else 0.0),
         *_norm("feed-forward norm", f.dim, job, kernels, gathered=job.tp if kind == "dense" else 1),
-        *(_swiglu("dense", f.dense_hidden_dim, wide) if kind == "dense" else _titan_moe(job, wide, kernels)),
+        *(_swiglu("dense", f.dense_hidden_dim, wide, "swiglu") if kind == "dense" else _titan_moe(job, wide, kernels)),
         *([Item("MTP projection input", wide * 2 * f.dim)] if kind == "mtp" else []),
     ]
 
@@ -201,14 +201,15 @@ def _titan_attention(job: Job, wide: float, kernels: Kernels, norm_input: bool) 
     return items
 
 
-def _swiglu(name: str, hidden: int, wide: float) -> list[Item]:
-    """An unfused SwiGLU: two products, of which op-wise recompute keeps one, the activated one, and their product."""
+def _swiglu(name: str, hidden: int, wide: float, recompute: str) -> list[Item]:
+    """An unfused SwiGLU: two products, of which op-wise recompute keeps one, the activated one, and their product.
+    `recompute` is the choice that drops the last two."""
     drops_all = "shared_expert" if name == "shared" else ""
     return [
         Item(f"{name} gate", wide * hidden, drops_all),
         Item(f"{name} up", wide * hidden, drops_all, selective=True),
-        Item(f"{name} activated gate", wide * hidden, "swiglu"),
-        Item(f"{name} activation", wide * hidden, "swiglu"),
+        Item(f"{name} activated gate", wide * hidden, recompute),
+        Item(f"{name} activation", wide * hidden, recompute),
     ]
 
 
@@ -222,7 +223,7 @@ def _titan_moe(job: Job, wide: float, kernels: Kernels) -> list[Item]:
         Item("router choice", 8.0 * tokens * f.top_k, whole=True),
         # The two best of each group, the groups, and their scores, which recompute keeps so that ties fall alike.
         Item("router groups", 12.0 * tokens * groups if job.recompute_mode != "none" else 0.0, whole=True),
-        *_swiglu("shared", f.num_shared_experts * f.moe_hidden_dim, wide),
+        *_swiglu("shared", f.num_shared_experts * f.moe_hidden_dim, wide, _first(job, "swiglu", "shared_expert")),
         *_routed(job, kernels),
     ]
 
