@@ -13,7 +13,6 @@ from typing import Literal
 
 from titan_moe.config import Config
 from titan_moe.config_check import data_parallel_degree, model_flavor
-from titan_moe.config_file import raise_on_problems
 from titan_moe.flavors import Flavor
 from titan_moe.plan import stages as stage_layout
 from titan_moe.plan.hardware import Hardware, Precision
@@ -170,6 +169,8 @@ class Job:
 
 
 def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Precision) -> Job:
+    from titan_moe.config_file import raise_on_problems  # needs tomli, which reading published runs does not
+
     raise_on_problems(config, gpus)
     model, p = model_flavor(config), config.parallelism
     tp, cp, pp = p.tensor_parallel_degree, p.context_parallel_degree, p.pipeline_parallel_degree
