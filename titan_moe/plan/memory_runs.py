@@ -43,7 +43,7 @@ class PublishedPeak:
 def job_of(model: Flavor, hardware: str, gpus: int, *, pp: int = 1, ep: int, **settings: Any) -> Job:
     """A BF16 run of single sequences of 4,096 tokens, everything else as Job has it."""
     stages = balanced(model.n_layers, pp * settings.get("vp", 1), model.n_dense_layers, model.num_mtp_layers)
-    defaults = {
+    defaults: dict[str, Any] = {
         "stages": stages,
         "dp_shard": gpus // pp,
         "precision": "bf16",
@@ -55,7 +55,12 @@ def job_of(model: Flavor, hardware: str, gpus: int, *, pp: int = 1, ep: int, **s
 
 
 def published_peaks() -> list[PublishedPeak]:
-    fsdp = {"sharding": "fsdp", "param_dtype": "float32", "recompute_mode": "selective", "dispatcher": "hybridep"}
+    fsdp: dict[str, Any] = {
+        "sharding": "fsdp",
+        "param_dtype": "float32",
+        "recompute_mode": "selective",
+        "dispatcher": "hybridep",
+    }
     return [
         PublishedPeak(
             name="DeepSeek-V3, 4 layers, 8 x B200, EP 8",
