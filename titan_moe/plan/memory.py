@@ -104,7 +104,7 @@ def predict_memory(job: Job, kernels: Kernels = GPU) -> Memory:
 def _rank_entries(job: Job, rank: int, kernels: Kernels) -> list[Entry]:
     stages = job.stages_of_rank(rank)
     found = [*states(job, rank), *_buffers(job), *_largest(_working_sets(job, stages, kernels))]
-    kept = _activations(job, stages, in_flight(job, rank), kernels)
+    kept = activations_held(job, rank, kernels)
     if job.sharding == "zero1":
         return [*found, *kept]
     # FSDP2 makes a layer's sharded gradient as backward frees its activations (and the whole one that was summed up
@@ -233,7 +233,9 @@ def in_flight(job: Job, rank: int) -> list[float]:
     return [min(m, rounds * pp + min(pp, max(0, rest - stage * pp))) for stage in range(vp)]
 
 
-def _activations(job: Job, stages: list[Stage], held: list[float], kernels: Kernels) -> list[Entry]:
+def activations_held(job: Job, rank: int, kernels: Kernels = GPU) -> list[Entry]:
+    """What pipeline rank `rank` keeps for backward of all microbatches in flight."""
+    stages, held = job.stages_of_rank(rank), in_flight(job, rank)
     sums: dict[str, float] = defaultdict(float)
     for stage, microbatches in zip(stages, held, strict=True):
         for kind, number in _layers([stage]).items():
