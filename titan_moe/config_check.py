@@ -42,7 +42,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "parallelism.expert_parallel_degree parallelism.tensor_parallel_degree parallelism.context_parallel_degree "
         "parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_microbatch_size "
         "moe.ranks_per_node checkpoint.interval metrics.log_freq "
-        "comm.init_timeout_seconds comm.train_timeout_seconds",
+        "comm.init_timeout_seconds comm.train_timeout_seconds plan.gpus",
     ),
     (
         "must be at least 0",
@@ -82,6 +82,7 @@ DIVISORS = {
     "parallelism.context_parallel_degree",
     "parallelism.pipeline_parallel_degree",
     "parallelism.pipeline_parallel_microbatch_size",
+    "plan.gpus",
     "training.local_batch_size",
     "training.seq_len",
 }
@@ -106,9 +107,8 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
 
 def model_flavor(config: Config) -> flavors.Flavor:
     """The model's sizes: those of model.flavor, with what the [model] section replaces."""
-    return flavors.resolve(
-        config.model.flavor, {field.name: getattr(config.model, field.name) for field in fields(flavors.Flavor)}
-    )
+    sizes = {field.name: getattr(config.model, field.name, None) for field in fields(flavors.Flavor)}
+    return flavors.resolve(config.model.flavor, sizes)
 
 
 def _numbers(config: Config) -> dict[str, str]:
