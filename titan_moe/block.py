@@ -48,18 +48,22 @@ class LatentAttention(Attention):
         pass
 
     def forward(self, x: Tensor, attention_masks, positions: Tensor | None = None) -> Tensor:
-        q_latent = self.q_norm(self.wq_a(x)) if self.q_lora_rank else x
+        # In torchtitan's order: op-wise recompute keeps every second product, which should be the latents.
+        if self.q_lora_rank:
+            q = rebuilt(("mla_up_proj",), self.wq_b, self.q_norm(self.wq_a(x)))
+        else:
+            q = rebuilt(("mla_up_proj",), self.wq, x)
         kv_latent, k_pe = torch.split(self.wkv_a(x), [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         q_BLNH, k_BLNH, v_BLNH = rebuilt(
-            ("mla_up_proj",), self.up_project, q_latent, self.kv_norm(kv_latent), k_pe, positions
+            ("mla_up_proj",), self.kernel_inputs, q, self.kv_norm(kv_latent), k_pe, positions
         )
         out_BLNH = self.inner_attention(
             q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, scale=self.softmax_scale
         )
         return self.wo(out_BLNH.contiguous().view(*x.shape[:2], -1))
 
-    def up_project(self, q_latent: Tensor, kv_latent: Tensor, k_pe: Tensor, positions: Tensor | None):
-        q, kv = (self.wq_b if self.q_lora_rank else self.wq)(q_latent), self.wkv_b(kv_latent)
+    def kernel_inputs(self, q: Tensor, kv_latent: Tensor, k_pe: Tensor, positions: Tensor | None):
+        kv = self.wkv_b(kv_latent)
         with spmd.local():  # heads are cut evenly, and each rank's are its own business
             q = self._heads(q, self.qk_head_dim)
             kv = self._heads(kv, self.qk_nope_head_dim + self.v_head_dim)

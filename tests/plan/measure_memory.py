@@ -59,27 +59,27 @@ def local_bytes(tensors) -> int:
 
 def measure(arguments: list[str]) -> dict[str, float]:
     run = train.build(config_file.load(arguments))
-    batches = iter(run.dataloader)
+    batches, (model,) = iter(run.dataloader), run.model_parts
     train.train_step(run, batches, validates=False, logs=False)  # what is made once and kept, is made here
     states = [s for o in run.optimizers for s in o.state.values()]
     found = {
-        "parameters": local_bytes(run.model.parameters()),
+        "parameters": local_bytes(model.parameters()),
         "moments": local_bytes(state[name] for state in states for name in ("exp_avg", "exp_avg_sq")),
     }
-    inputs, labels_BL = train.to_device(next(batches), run.device)
+    batch = train.to_device(next(batches), run.device)
     loss_fn, storages = run.loss_fn, Storages()
-    buffers = {b.untyped_storage()._cdata for b in run.model.buffers()}  # rotary tables: a view of one is no activation
+    buffers = {b.untyped_storage()._cdata for b in model.buffers()}  # rotary tables: a view of one is no activation
 
-    def ends(output, *_):
+    def ends(output, *args, **kwargs):
         found["activations"] = storages.alive(but=buffers)
-        return loss_fn(output, labels_BL)
+        return loss_fn(output, *args, **kwargs)
 
     run.loss_fn = ends  # what the head does after it is not forward any more
     with run.spmd_context():
         with storages:
-            loss = train.forward(run, inputs, labels_BL)
+            loss, _ = train.forward(run, batch)
         loss.backward()
-    found["gradients"] = local_bytes(p.grad for p in run.model.parameters())
+    found["gradients"] = local_bytes(p.grad for p in model.parameters())
     total = torch.tensor(found["activations"])
     dist.all_reduce(total)
     return found | {"activations": int(total) / dist.get_world_size()}

@@ -86,7 +86,7 @@ def _job(model: str, hardware: str, layout: str = "", **changes: Any) -> Job:
         seq_len=4096,
         micro_batch_size=1,
         routing="balanced_random",
-        **{"comm_sms": 32} | changes,
+        **{"comm_sms": 32, **changes},
     )
     return replace(base, schedule="Interleaved1F1B") if base.vp > 1 else base
 
