@@ -2,10 +2,12 @@
 # usage: ./run_train.sh CONFIG.toml [--section.key=value ...]
 #        CONFIG_FILE=CONFIG.toml ./run_train.sh [--section.key=value ...]
 #        ./run_train.sh CONFIG.toml [--section.key=value ...] --print_config    prints the resolved configuration
+#        ./run_train.sh CONFIG.toml --plan [--plan.hardware=GB300 --plan.gpus=256 --plan.json --plan.png=FOLDER ...]
 #        ./run_train.sh --help [SECTION or SECTION.KEY]    prints this and all keys, or those of one section in full
 #
 # Sets up .venv on first use, checks the configuration once, then starts one process per GPU with torchrun.
-# Relative paths, those in the configuration too, are relative to the directory this is called from.
+# Relative paths, those in the configuration too, are relative to the directory this is called from. With --plan it
+# starts nothing: it predicts whether the run fits the GPUs named in [plan], how fast it is and what limits it.
 #
 #   NGPU           processes on this node (default: its visible GPUs, or 1)
 #   LOG_RANK       local ranks whose output is shown, as in 0,3 (default: 0)
@@ -62,6 +64,13 @@ if [[ -z $config && " $*" == *" --job.config_file"* ]]; then # as torchtitan use
     shift
 fi
 [[ -n $config ]] || die "$(usage)"
+
+if [[ " $* " =~ \ --plan(\.json|\.png)?[\ =] ]]; then # a prediction: no processes, no run folder
+    python=${PYTHON:-$root/.venv/bin/python} # any Python that is new enough will do: nothing is set up for it
+    command -v "$python" >/dev/null || python=python3
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "--plan needs Python 3.11 or newer (PYTHON=...)"
+    PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m titan_moe.plan "$config" "$@"
+fi
 
 gpus=$(visible_gpus)
 default_ngpu=$((gpus > 0 ? gpus : 1))

@@ -41,6 +41,7 @@ from titan_moe.mistakes import readable
 from titan_moe.model import build_model, init_weights
 from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
 from titan_moe.pipeline import Pipeline
+from titan_moe.plan import flops
 from titan_moe.preflight import list_sources
 from titan_moe.sources.record import save as save_record
 from titan_moe.tokenizer import build_tokenizer
@@ -92,7 +93,7 @@ def build(config: Config) -> Run:
     # 4) model on the meta device: shapes only
     model = build_model(config)
     total, active = parallel.total_and_active_parameters(model, flavor.top_k, flavor.num_experts)
-    _, flops_per_token = model.config.get_nparams_and_flops(model, config.training.seq_len)
+    terms = flops.per_token(flavor, config.training.seq_len, num_mtp_layers=flavor.num_mtp_layers)
 
     # 5) cut into pipeline stages; shard, checkpoint and compile each
     model_parts, pipeline = parallel.parallelize(model, config, parallel_dims, device)
@@ -130,7 +131,7 @@ def build(config: Config) -> Run:
     if dist.get_rank() == 0:
         (folder / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
         save_record(listing, folder)
-    metrics = Metrics(config, folder, attempt, flops_per_token, writes=dist.get_rank() == 0)
+    metrics = Metrics(config, folder, attempt, sum(terms.values()), writes=dist.get_rank() == 0)
 
     startup.report(config, parallel_dims, folder, attempt, metrics, total, active)
     return Run(

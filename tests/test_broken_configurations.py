@@ -140,9 +140,8 @@ CASES = [
     case("[parallelism]\ntensor_parallel_degree = 2\nexpert_parallel_degree = 16", world=8),
     case("model.num_experts = 8\nmodel.moe_hidden_dim = 250\nparallelism.data_parallel_shard_degree = 16", world=16),
     case("model.moe_hidden_dim = 250\nparallelism.expert_parallel_degree = 4", world=16),
-    case("parallelism.context_parallel_degree = 2\ntraining.seq_len = 250\nloss.num_chunks = 1", world=2),
+    case("parallelism.context_parallel_degree = 2\ntraining.seq_len = 250", world=2),
     case("[parallelism]\ncontext_parallel_degree = 3\ntensor_parallel_degree = 2", world=6),
-    case("parallelism.context_parallel_degree = 2\nloss.num_chunks = 7\ntraining.seq_len = 64", world=2),
     Case(text="parallelism.context_parallel_degree = 2\ntraining.seq_len = 320", env={"NGPU": "2", "GPUS": "2"}),
     case("model.num_mtp_layers = 1\nparallelism.pipeline_parallel_degree = 2", world=2),
     case("model.num_mtp_layers = 1\nparallelism.context_parallel_degree = 2", world=2),
@@ -195,8 +194,6 @@ CASES = [
     case('moe.dispatcher = "alltoall"\nmoe.ranks_per_node = 2\nparallelism.expert_parallel_degree = 4', world=4),
     # lengths and steps
     case("training.seq_len = 32768"),
-    case("training.seq_len = 100"),
-    case("[training]\nseq_len = 100\n[loss]\nnum_chunks = 7"),
     case("lr_scheduler.total_steps = 99"),
     case("[lr_scheduler]\ntotal_steps = 99\n[training]\nsteps = 100"),
     case("[validation]\nenable = true\nholdout = 1.0"),
@@ -262,8 +259,8 @@ CASES = [
     case('base = "run.toml"'),
     case('base = "a.toml"', a='base = "run.toml"'),
     case('base = ["a.toml", "b.toml"]'),
-    case('base = "a.toml"\ntraining.stpes = 5', a="[training]\nsteps = 'x'\nseq_len = 100"),
-    case('base = "a.toml"\nlr_scheduler.total_steps = 5', "--training.seq_len=100", a="[training]\nsteps = 10"),
+    case('base = "a.toml"\ntraining.stpes = 5', a="[training]\nsteps = 'x'\nseq_len = 32768"),
+    case('base = "a.toml"\nlr_scheduler.total_steps = 5', "--training.seq_len=32768", a="[training]\nsteps = 10"),
     case('base = "a.toml"', a="[training"),
     case('[training]\nbase = "a.toml"'),
     # the command line
@@ -275,7 +272,7 @@ CASES = [
     case('debug.moe_force_load_balance = true\nmoe.force_balance = "balanced_random"'),
     # five different mistakes
     case(
-        '[optimizer]\nlr = "8e-4"\n[lr_scheduler]\nlr_min = 0.1\n[training]\nstpes = 10\nseq_len = 100\n'
+        '[optimizer]\nlr = "8e-4"\n[lr_scheduler]\nlr_min = 0.1\n[training]\nstpes = 10\nseq_len = 32768\n'
         '[activation_checkpoint]\nmode = "selectiv"'
     ),
 ]

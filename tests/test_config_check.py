@@ -19,7 +19,6 @@ from titan_moe.mesh_check import (
     microbatch_size,
     microbatches_per_step,
     sequences_per_step,
-    tokens_per_sequence,
 )
 from titan_moe.pipeline_layout import V_SHAPED, default_stages
 
@@ -107,26 +106,21 @@ REFUSED = [
     ),
     # sequences
     (
-        f"{CP}=4 {LENGTH}=100 loss.num_chunks=1",
+        f"{CP}=4 {LENGTH}=100",
         4,
         "training.seq_len = 100: must be a multiple of 2 (headtail) x context_parallel_degree = 2 x 4 = 8; choose 96 "
         "or 104",
     ),
     (
-        f"{CP}=3 {TP}=2 {LENGTH}=4 loss.num_chunks=1 parallelism.context_parallel_load_balancer=none",
+        f"{CP}=3 {TP}=2 {LENGTH}=4 parallelism.context_parallel_load_balancer=none",
         6,
         "training.seq_len = 4: must be a multiple of context_parallel_degree x tensor_parallel_degree = 3 x 2 = 6; "
         "choose 6",
     ),
     (
-        f"{TP}=4 {LENGTH}=102 loss.num_chunks=1",
+        f"{TP}=4 {LENGTH}=102",
         4,
         "training.seq_len = 102: must be a multiple of tensor_parallel_degree = 4; choose 100 or 104",
-    ),
-    (
-        f"{CP}=2 {LENGTH}=104 loss.num_chunks=8",
-        2,
-        "loss.num_chunks = 8: must divide training.seq_len / context_parallel_degree = 104 / 2 = 52; for example 4",
     ),
     # multi-token prediction
     (
@@ -282,7 +276,7 @@ def test_what_does_not_fit_comes_all_at_once():
         (f"{PP}=2 {SCHEDULE}=DualPipeV {LOCAL}=1 {GLOBAL}=4", 2),  # accumulation fills the pipeline
         (f"{PP}=2 {SCHEDULE}=DualPipeV activation_checkpoint.mode=none compile.enable compile.components=loss", 2),
         (f"{PP}=2 compile.enable", 2),
-        (f"{CP}=2 {LENGTH}=66 loss.num_chunks=33 parallelism.context_parallel_load_balancer=none", 2),
+        (f"{CP}=2 {LENGTH}=66 parallelism.context_parallel_load_balancer=none", 2),
         (f"{MICROBATCH}=3 {SCHEDULE}=DualPipeV", 1),  # without a pipeline these say nothing
     ],
 )
@@ -352,6 +346,5 @@ def test_only_data_parallel_ranks_have_sequences_of_their_own():
     assert gradient_accumulation_steps(config, 32) == 3
     assert (microbatch_size(config), microbatches_per_step(config, 32)) == (2, 12)
     assert sequences_per_step(config, 32) == 96
-    assert tokens_per_sequence(config) == 64
     config.parallelism.pipeline_parallel_degree = 1
     assert (microbatch_size(config), microbatches_per_step(config, 16)) == (8, 3)

@@ -304,15 +304,14 @@ def test_a_mistake_in_a_base_counts_even_where_it_is_overridden(tmp_path: Path) 
 
 def test_cross_checks_name_the_lines_of_all_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("root.toml").write_text("\n[training]\nsteps = 50\nseq_len = 100\n")
+    Path("root.toml").write_text("\n[training]\nsteps = 50\nseq_len = 32768\n")
     Path("mine.toml").write_text("base = 'root.toml'\n[lr_scheduler]\ntotal_steps = 9\n")
     loaded = config_file.read(["mine.toml", "--parallelism.expert_parallel_degree=3"])
-    degree, chunks, ends = loaded.located(check(loaded.config, 1))
+    degree, length, ends = loaded.located(check(loaded.config, 1))
     assert ends.startswith("mine.toml:3: lr_scheduler.total_steps = 9: must be at least training.steps = 50")
     assert ends.endswith(" (training.steps: root.toml:3)")
     # A default that does not fit points to what was set.
-    assert chunks.startswith("root.toml:4: loss.num_chunks = 8: must divide training.seq_len = 100")
-    assert chunks.endswith(" (loss.num_chunks: default)")
+    assert length.startswith("root.toml:4: training.seq_len = 32768: longer than the rotary table, model.max_seq_len")
     assert degree.startswith("command line: parallelism.expert_parallel_degree = 3: must divide ")
 
 
@@ -430,7 +429,6 @@ def test_shipped_configurations_load_and_fit_some_world(path: Path) -> None:
         ("training.global_batch_size=-16", 2, "8 x 2 = 16; choose 16, or -1"),
         # lengths
         ("training.seq_len=32768", 1, "32768: longer than the rotary table, model.max_seq_len = 16384"),
-        ("training.seq_len=100", 1, "loss.num_chunks = 8: must divide training.seq_len = 100; for example 5"),
         ("lr_scheduler.total_steps=99", 1, "must be at least training.steps = 10000"),
         ("validation.enable --validation.holdout=1.0", 1, "validation.holdout = 1.0: must be greater than 0 and less"),
         # files
@@ -460,15 +458,14 @@ def test_one_problem_with_its_arithmetic(file: Any, words: str, world: int, expe
 
 
 def test_problems_of_all_kinds_come_together(file: Any) -> None:
-    words = (
-        "--model.top_k=0 --training.seq_len=100 --training.global_batch_size=3 --checkpoint.folder=/x --optimizer.lr=0"
-    )
+    words = "--model.top_k=0 --training.seq_len=32768 --training.global_batch_size=3 --checkpoint.folder=/x"
+    words += " --optimizer.lr=0"
     config = load([file(""), *words.split()])
     assert len(check(config, 1)) == 5
     config.training.local_batch_size = config.loss.num_chunks = 0  # without these no arithmetic, but all the rest
     assert len(check(config, 1)) == 5
     config.training.local_batch_size = config.loss.num_chunks = config.optimizer.lr = 1
-    with pytest.raises(ConfigError, match="configuration for 1 processes: 2 mistakes\n    model.top_k"):
+    with pytest.raises(ConfigError, match="configuration for 1 processes: 3 mistakes\n    model.top_k"):
         config_file.raise_on_problems(config, 1)
 
 

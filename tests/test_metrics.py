@@ -4,6 +4,8 @@ import json
 import logging
 import re
 
+from titan_moe.runtime import DeviceMemory
+
 import pytest
 
 from titan_moe import metrics as metrics_module
@@ -126,3 +128,24 @@ def test_further_quantities_reach_both_files(tmp_path, clock):
     assert tags >= {"memory/max_active(GiB)", "memory/max_reserved(%)", "memory/num_ooms", "embedding_norm", "tflops"}
     assert "mfu(%)" not in tags, "unknown hardware has no MFU"
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["embedding_norm"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("device", "compute", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
+        ("NVIDIA GB300", "bfloat16", 2500),
+        ("NVIDIA B300", "bfloat16", 2250),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
+        ("AMD Instinct MI300X", "bfloat16", 1307),
+        ("NVIDIA H100 80GB HBM3", "float32", None),  # another peak, which the table does not have
+        ("NVIDIA H100 PCIe", "bfloat16", None),  # slower than the H100 of the table
+        ("NVIDIA GH200 480GB", "bfloat16", None),
+        ("CPU", "bfloat16", None),
+    ],
+)
+def test_mfu_is_of_a_known_peak_or_none(device, compute, tflops):
+    config, memory = Config(), DeviceMemory()
+    config.training.mixed_precision_param = compute
+    memory.device_name = device
+    assert memory.peak_flops(config) == (None if tflops is None else tflops * 1e12)

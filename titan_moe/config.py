@@ -283,8 +283,8 @@ class Training:
 @dataclass(kw_only=True)
 class Loss:
     num_chunks: int = 8
-    """The output head and the cross-entropy run over this many pieces of the sequence, so that the logits of a whole
-    sequence never exist at once; 1: all at once"""
+    """The output head and the cross-entropy run over this many pieces of a microbatch, so that the logits of all of
+    its tokens never exist at once; 1: all at once"""
 
     mtp_coeff: float = 0.3
     """Weight of the mean cross-entropy of the multi-token prediction layers; DeepSeek-V3 had 0.3, then 0.1"""
@@ -455,6 +455,25 @@ class Debug:
 
 
 @dataclass(kw_only=True)
+class Plan:
+    hardware: str = ""
+    """For --plan: the GPU, by a name that the planner knows (GB300, H100, ...) or the path of a TOML file with another
+    one"""
+
+    gpus: int | None = None
+    """For --plan: GPUs of the whole job, in the place of NNODES x NGPU"""
+
+    precision: Literal["bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4"] = "bf16"
+    """For --plan: what the GEMMs compute in. Training has bf16 so far"""
+
+    json: bool = False
+    """For --plan: print the plan as JSON"""
+
+    png: str = ""
+    """For --plan: folder for a timeline and a memory chart"""
+
+
+@dataclass(kw_only=True)
 class Config:
     """A whole configuration; the fields are the TOML sections."""
 
@@ -473,3 +492,4 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
+    plan: Plan = field(default_factory=Plan)

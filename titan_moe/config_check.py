@@ -19,7 +19,6 @@ from titan_moe.mesh_check import (
     microbatch_size,
     microbatches_per_step,
     sequences_per_step,
-    tokens_per_sequence,
 )
 
 __all__ = [
@@ -43,7 +42,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "parallelism.expert_parallel_degree parallelism.tensor_parallel_degree parallelism.context_parallel_degree "
         "parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_microbatch_size "
         "moe.ranks_per_node checkpoint.interval metrics.log_freq "
-        "comm.init_timeout_seconds comm.train_timeout_seconds",
+        "comm.init_timeout_seconds comm.train_timeout_seconds plan.gpus",
     ),
     (
         "must be at least 0",
@@ -83,9 +82,9 @@ DIVISORS = {
     "parallelism.context_parallel_degree",
     "parallelism.pipeline_parallel_degree",
     "parallelism.pipeline_parallel_microbatch_size",
+    "plan.gpus",
     "training.local_batch_size",
     "training.seq_len",
-    "loss.num_chunks",
 }
 """Numbers that must be sound before any arithmetic with the others makes sense"""
 
@@ -108,9 +107,8 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
 
 def model_flavor(config: Config) -> flavors.Flavor:
     """The model's sizes: those of model.flavor, with what the [model] section replaces."""
-    return flavors.resolve(
-        config.model.flavor, {field.name: getattr(config.model, field.name) for field in fields(flavors.Flavor)}
-    )
+    sizes = {field.name: getattr(config.model, field.name, None) for field in fields(flavors.Flavor)}
+    return flavors.resolve(config.model.flavor, sizes)
 
 
 def _numbers(config: Config) -> dict[str, str]:
@@ -175,19 +173,12 @@ def _recompute(config: Config) -> list[str]:
 
 def _lengths(config: Config, max_seq_len: int) -> list[str]:
     found = []
-    seq_len, num_chunks = config.training.seq_len, config.loss.num_chunks
+    seq_len = config.training.seq_len
     if seq_len > max_seq_len:
         found.append(
             f"training.seq_len = {seq_len}: longer than the rotary table, model.max_seq_len = {max_seq_len}; shorten "
             "the one or lengthen the other"
         )
-    tokens, cp = tokens_per_sequence(config), config.parallelism.context_parallel_degree
-    if tokens % num_chunks and seq_len % cp == 0:
-        fewer = next(d for d in range(min(num_chunks, tokens), 0, -1) if tokens % d == 0)
-        whole = f"training.seq_len = {seq_len}"
-        if cp > 1:
-            whole = f"training.seq_len / context_parallel_degree = {seq_len} / {cp} = {tokens}"
-        found.append(f"loss.num_chunks = {num_chunks}: must divide {whole}; for example {fewer}")
     total_steps, steps = config.lr_scheduler.total_steps, config.training.steps
     if total_steps is not None and total_steps < steps:
         found.append(

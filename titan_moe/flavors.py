@@ -5,6 +5,9 @@ behind a few dense layers. The numbers of "16B", "236B" and "671B" are those of 
 field by field); "debugmodel" is ours: the same structure as 671B (query low-rank projection, sigmoid scores with bias,
 expert groups, a dense first layer, a shared expert) at a size that a laptop CPU trains in a minute.
 
+`PUBLISHED` adds models whose published runs the planner is validated on, by the names those runs have. Some have
+grouped-query attention (GQA), which nothing here builds: `attention` and `num_kv_heads` only say how it counts.
+
 Imports neither torch nor torchtitan.
 """
 
@@ -12,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 ScoreFunction = Literal["sigmoid", "softmax"]
+Attention = Literal["mla", "gqa"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,8 @@ class Flavor:
     max_seq_len: int = 16384
     original_seq_len: int = 4096
     num_mtp_layers: int = 0
+    attention: Attention = "mla"
+    num_kv_heads: int = 0  # of GQA; MLA expands its compressed keys and values to one per query head
 
 
 FLAVORS: dict[str, Flavor] = {
@@ -141,6 +147,80 @@ FLAVORS: dict[str, Flavor] = {
         mscale=1.0,
     ),
 }
+
+
+def _gqa(*, head_dim: int, rope_theta: float, **sizes: int) -> Flavor:
+    """A model of MoE layers only, with grouped-query attention (rotary over the whole head) and softmax routing."""
+    no_mla = {"q_lora_rank": 0, "kv_lora_rank": 0, "qk_nope_head_dim": 0}
+    no_dense = {"n_dense_layers": 0, "dense_hidden_dim": 0, "num_shared_experts": 0}
+    return Flavor(
+        **{**no_mla, **no_dense, **sizes},
+        attention="gqa",
+        qk_rope_head_dim=head_dim,
+        v_head_dim=head_dim,
+        score_func="softmax",
+        num_expert_groups=1,
+        num_limited_groups=1,
+        route_norm=True,
+        route_scale=1.0,
+        mscale=1.0,
+        rope_theta=rope_theta,
+        rope_factor=1.0,
+    )
+
+
+PUBLISHED: dict[str, Flavor] = {
+    "DeepSeek-V3 671B": FLAVORS["671B"],
+    "Qwen3-235B-A22B": _gqa(
+        vocab_size=151936,
+        dim=4096,
+        n_layers=94,
+        n_heads=64,
+        num_kv_heads=4,
+        head_dim=128,
+        moe_hidden_dim=1536,
+        num_experts=128,
+        top_k=8,
+        rope_theta=1e6,
+    ),
+    "Qwen3-30B-A3B": _gqa(
+        vocab_size=151936,
+        dim=2048,
+        n_layers=48,
+        n_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        moe_hidden_dim=768,
+        num_experts=128,
+        top_k=8,
+        rope_theta=1e6,
+    ),
+    "Mixtral-8x7B": _gqa(
+        vocab_size=32000,
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        moe_hidden_dim=14336,
+        num_experts=8,
+        top_k=2,
+        rope_theta=1e6,
+    ),
+    "Mixtral-8x22B": _gqa(
+        vocab_size=32768,
+        dim=6144,
+        n_layers=56,
+        n_heads=48,
+        num_kv_heads=8,
+        head_dim=128,
+        moe_hidden_dim=16384,
+        num_experts=8,
+        top_k=2,
+        rope_theta=1e6,
+    ),
+}
+"""Sizes from the models' config.json on Hugging Face (Qwen/Qwen3-*, mistralai/Mixtral-*-v0.1)"""
 
 
 def resolve(name: str, overrides: dict[str, object]) -> Flavor:

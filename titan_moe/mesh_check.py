@@ -59,11 +59,6 @@ def sequences_per_step(config: Config, world_size: int) -> int:
     return config.training.local_batch_size * replicate * shard
 
 
-def tokens_per_sequence(config: Config) -> int:
-    """Tokens of each sequence that one rank holds between layers' tensor-parallel parts, and puts the head on."""
-    return config.training.seq_len // config.parallelism.context_parallel_degree
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Checks
 

@@ -26,13 +26,14 @@ from titan_moe.config import Config
 class Metrics:
     """Counts tokens and seconds between logged steps, and writes them out.
 
-    `flops_per_token` are model FLOPs of forward and backward; MFU is against the device's bf16 peak, n/a when unknown.
+    `flops_per_token` are model FLOPs of forward and backward, attention counted as causal (plan/flops.py); MFU is
+    against the device's dense bf16 peak, n/a when unknown.
     """
 
-    def __init__(self, config: Config, run_folder: Path, attempt: int, flops_per_token: int, writes: bool) -> None:
+    def __init__(self, config: Config, run_folder: Path, attempt: int, flops_per_token: float, writes: bool) -> None:
         self.config, self.attempt, self.flops_per_token = config, attempt, flops_per_token
         self.memory = DeviceMemory()
-        self.peak_flops = self.memory.peak_flops()
+        self.peak_flops = self.memory.peak_flops(config)
         self.color = NoColor() if config.metrics.disable_color_printing else Color()
         self.started = time.perf_counter()
         self.file: IO[str] | None = None

@@ -51,6 +51,7 @@ from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.tools import utils as titan_utils  # noqa: E402
 
 from titan_moe.config import Config  # noqa: E402
+from titan_moe.plan.hardware import of_device  # noqa: E402
 from titan_moe.run_folder import new_run_id  # noqa: E402
 
 T = TypeVar("T")
@@ -201,11 +202,10 @@ class DeviceMemory:
         if self.monitor is not None:
             self.monitor.reset_peak_stats()
 
-    def peak_flops(self) -> float | None:
-        """bf16 FLOP/s of the device by its data sheet; None when unknown, so that nobody reads an MFU against a
-        guess."""
-        if DEVICE_TYPE == "cpu":
+    def peak_flops(self, config: Config) -> float | None:
+        """Dense FLOP/s of the device in the type that the run computes in, by its data sheet; None when unknown, so
+        that nobody reads an MFU against a guess."""
+        known = of_device(self.device_name)
+        if known is None or config.training.mixed_precision_param != "bfloat16":
             return None
-        flops = titan_utils.get_peak_flops(self.device_name)
-        # torchtitan falls back to an A100's figure for a device that it does not know.
-        return None if flops == 312e12 and "A100" not in self.device_name else flops
+        return known.peak_tflops("bf16") * 1e12

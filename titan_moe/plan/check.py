@@ -1,0 +1,26 @@
+"""What keeps a configuration from being planned: all that training would refuse, and what only the planner needs."""
+
+from titan_moe.config import Config
+from titan_moe.config_check import check
+from titan_moe.plan import hardware
+
+
+def plan_problems(config: Config) -> list[str]:
+    """Every problem, each with its remedy: those of a training on plan.gpus GPUs in the words of training."""
+    plan, found = config.plan, []
+    if not plan.hardware:
+        found.append(f"plan.hardware: is not set; choose one of {', '.join(hardware.HARDWARE)}, {hardware.REMEDY}")
+    else:
+        try:
+            hardware.resolve(plan.hardware).peak_tflops(plan.precision)
+        except ValueError as error:
+            found.append(f"plan.{error}")
+    if config.training.mixed_precision_param != "bfloat16":
+        found.append(
+            f'training.mixed_precision_param = "{config.training.mixed_precision_param}": has no rates in the planner; '
+            'plan with "bfloat16"'
+        )
+    if plan.gpus is None:
+        found.append("plan.gpus: is not set; give the number of GPUs of the whole job, as in --plan.gpus=256")
+        return found
+    return found + check(config, plan.gpus)

@@ -1,0 +1,224 @@
+"""Everything that fixes a planned run, in one frozen record: model, hardware, parallel layout, precision, software.
+
+A `Job` comes from a row of published runs (`Job.from_row`, whose columns are those of published_runs.csv) or from this
+trainer's configuration (`Job.from_config`). Everything in the planner takes a Job and nothing else, so that "what would
+change if" is `dataclasses.replace` and another prediction.
+
+Imports neither torch nor torchtitan.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_moe.config import Config
+from titan_moe.config_check import data_parallel_degree, model_flavor
+from titan_moe.flavors import Flavor
+from titan_moe.plan import stages as stage_layout
+from titan_moe.plan.hardware import Hardware, Precision
+from titan_moe.plan.stages import Stage
+
+Routing = Literal["natural", "balanced_random", "round_robin"]
+Overlap = Literal["none", "1f1b", "1f1b_delayed_wgrad", "dualpipe"]
+Dispatcher = Literal["local", "alltoall", "dedup", "te_ep", "deepep", "hybridep"]
+Graphs = Literal["none", "router", "attention", "full"]
+
+RECOMPUTE_NAMES = {
+    "mla_up_proj": "mla_up_proj",
+    "moe_act": "swiglu",
+    "swiglu": "swiglu",
+    "layernorm": "norms",
+    "norms": "norms",
+    "shared_experts": "shared_expert",
+    "shared_expert": "shared_expert",
+    "mlp": "mlp",
+    "core_attn": "core_attention",
+    "core_attention": "core_attention",
+    "moe": "moe",
+}
+"""Modules that backward may recompute, by this trainer's and Megatron's names; "mlp" is the dense feed-forward"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A planned run. Counts are whole numbers; sequence lengths in tokens; degrees in GPUs."""
+
+    model: Flavor
+    model_name: str
+    hardware: Hardware
+    gpus: int
+    precision: Precision
+    global_batch_size: int
+    """Sequences per optimizer step"""
+    micro_batch_size: int
+    """Sequences of one forward and backward on one data-parallel rank"""
+    seq_len: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vp: int = 1
+    """Pipeline stages per rank"""
+    ep: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    stages: tuple[Stage, ...]
+    """pp x vp of them, first to last"""
+    schedule: str = "1F1B"
+    sharding: Literal["fsdp", "zero1"] = "zero1"
+    """"fsdp": parameters gathered per layer (FSDP2); "zero1": whole parameters, sharded optimizer (Megatron)"""
+    reshard_after_forward: bool = True
+    """With fsdp: parameters are gathered again for backward"""
+    recompute_mode: Literal["none", "selective", "full"] = "none"
+    recompute: frozenset[str] = frozenset()
+    """Modules recomputed in every layer, values of RECOMPUTE_NAMES"""
+    offload: frozenset[str] = frozenset()
+    """Activations kept in host memory"""
+    dispatcher: Dispatcher = "alltoall"
+    routing: Routing = "natural"
+    early_weighting: bool = True
+    """Routing weights multiplied in at SwiGLU rather than on the experts' output"""
+    redispatch: bool = False
+    """Tokens are dispatched again in backward"""
+    overlap: Overlap = "none"
+    """How expert-parallel communication is hidden behind another microbatch"""
+    comm_sms: int = 20
+    """Streaming multiprocessors that expert-parallel communication takes while it runs"""
+    release: str = "titan"
+    """Software profile (profiles.py)"""
+    graphs: Graphs = "none"
+    """What CUDA graphs cover: "router" router and preprocessing, "attention" that and attention, "full" all"""
+    fp8_attention: bool = False
+    fused_grouped_mlp: bool = False
+    """Grouped GEMM, SwiGLU and quantization in one kernel each way"""
+    sync_free: bool = False
+    """The host never waits for counts"""
+    param_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    loss_chunks: int = 1
+    notes: tuple[str, ...] = ()
+    """What the source left open, and what was assumed"""
+
+    def __post_init__(self) -> None:
+        if self.tp * self.cp * self.pp * self.dp != self.gpus:
+            raise ValueError(
+                f"tp x cp x pp x data-parallel = {self.tp} x {self.cp} x {self.pp} x {self.dp} = "
+                f"{self.tp * self.cp * self.pp * self.dp}, but there are {self.gpus} GPUs"
+            )
+        if self.model.num_experts % self.ep:
+            raise ValueError(f"ep = {self.ep}: must divide the {self.model.num_experts} experts")
+        if self.tp * self.cp * self.dp_shard * self.dp_replicate % self.ep:
+            raise ValueError(f"ep = {self.ep}: must divide the {self.gpus // self.pp} ranks of a pipeline stage")
+        if len(self.stages) != self.pp * self.vp:
+            raise ValueError(f"{len(self.stages)} stages: must be pp x vp = {self.pp} x {self.vp}")
+        if self.global_batch_size % (self.micro_batch_size * self.dp):
+            raise ValueError(
+                f"global batch size {self.global_batch_size}: must be a multiple of micro batch size x data-parallel "
+                f"degree = {self.micro_batch_size} x {self.dp} = {self.micro_batch_size * self.dp}"
+            )
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts of the same stage."""
+        return self.gpus // (self.pp * self.ep)
+
+    @property
+    def microbatches(self) -> int:
+        return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one microbatch on one rank, outside attention and the dense GEMMs (TP splits the sequence)."""
+        return self.micro_batch_size * self.seq_len // (self.tp * self.cp)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.seq_len
+
+    @property
+    def num_mtp_layers(self) -> int:
+        return sum(stage.mtp for stage in self.stages)
+
+    def stage_indices(self, rank: int) -> list[int]:
+        """Places in `stages` of what one pipeline rank holds: every pp-th, or with a V-shaped schedule one from each
+        end."""
+        if self.vp == 2 and self.schedule in ("ZBVZeroBubble", "DualPipeV"):
+            return [rank, 2 * self.pp - 1 - rank]
+        return list(range(rank, len(self.stages), self.pp))
+
+    def stages_of_rank(self, rank: int) -> list[Stage]:
+        """The stages that one pipeline rank holds."""
+        return [self.stages[i] for i in self.stage_indices(rank)]
+
+    @staticmethod
+    def from_row(row: Mapping[str, str]) -> "Job":
+        """The run that a row in the format of published_runs.csv describes. Raises ValueError, naming the column, for a
+        value that is no such thing; LookupError for a row without a layout or with a model that has no sizes here."""
+        from titan_moe.plan.rows import job_from_row  # rows.py makes Jobs
+
+        return job_from_row(row)
+
+    @staticmethod
+    def from_config(config: Config, gpus: int, hardware: Hardware, precision: Precision = "bf16") -> "Job":
+        """The run that `gpus` processes would make of this trainer's `config`. Raises the trainer's own errors."""
+        return _from_config(config, gpus, hardware, precision)
+
+
+def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Precision) -> Job:
+    from titan_moe.config_file import raise_on_problems  # needs tomli, which reading published runs does not
+
+    raise_on_problems(config, gpus)
+    model, p = model_flavor(config), config.parallelism
+    tp, cp, pp = p.tensor_parallel_degree, p.context_parallel_degree, p.pipeline_parallel_degree
+    replicate, shard = data_parallel_degree(config, gpus)
+    if p.data_parallel_shard_degree == -1 and replicate * shard * tp * cp * pp != gpus:
+        shard //= tp * cp * pp  # a config_check that leaves TP, CP and PP ranks in the shard degree
+    counts = list(p.pipeline_parallel_layers_per_stage)
+    v_shaped = p.pipeline_parallel_schedule in ("ZBVZeroBubble", "DualPipeV")
+    vp = len(counts) // pp if counts else 1 if pp == 1 or p.pipeline_parallel_schedule == "1F1B" else 2
+    assert not v_shaped or vp == 2 or pp == 1
+    mtp = model.num_mtp_layers
+    stages = (
+        stage_layout.from_counts(counts, model.n_dense_layers, mtp)
+        if counts
+        else stage_layout.balanced(model.n_layers, pp * vp, model.n_dense_layers, mtp)
+    )
+    auto = "local" if p.expert_parallel_degree == 1 else "dedup"
+    ac, batch = config.activation_checkpoint, config.training.global_batch_size
+    return Job(
+        model=model,
+        model_name=f"deepseek_v3 {config.model.flavor}",
+        hardware=hardware,
+        gpus=gpus,
+        precision=precision,
+        global_batch_size=batch if batch != -1 else config.training.local_batch_size * replicate * shard,
+        micro_batch_size=p.pipeline_parallel_microbatch_size if pp > 1 else config.training.local_batch_size,
+        seq_len=config.training.seq_len,
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        vp=vp,
+        ep=p.expert_parallel_degree,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        stages=stages,
+        schedule=p.pipeline_parallel_schedule,
+        sharding="fsdp",
+        reshard_after_forward={"always": True, "never": False}.get(p.fsdp_reshard_after_forward, pp == 1),
+        recompute_mode=ac.mode,
+        recompute=frozenset(ac.recompute),
+        dispatcher=auto if config.moe.dispatcher == "auto" else config.moe.dispatcher,
+        routing="natural" if config.moe.force_balance == "none" else config.moe.force_balance,
+        early_weighting=config.moe.weighting == "early",
+        redispatch=config.moe.redispatch,
+        overlap="dualpipe" if p.pipeline_parallel_schedule == "DualPipeV" else "none",
+        release="titan",
+        param_dtype=config.training.dtype,
+        grad_dtype=config.training.dtype,
+        moment_dtype=config.training.dtype,
+        loss_chunks=config.loss.num_chunks,
+    )

@@ -1,0 +1,299 @@
+"""What one GPU has to hold at the worst moment of a step, item by item, and whether it can.
+
+The worst moment is as a backward pass begins on the pipeline rank that holds most: every microbatch in flight has its
+activations, one layer is being differentiated (and recomputed), or the loss head is. So
+
+    peak = states + gathered parameters and gradients + activations in flight + the larger of two working sets + buffers
+
+with FSDP's sharded gradients in the place of the activations where they take more, at the end of backward.
+
+States, with P parameters of which a rank stores P/s:
+
+- Megatron's distributed optimizer ("zero1"): BF16 weights and FP32 gradients of all P, FP32 master weights and moments
+  of P/s: 6 + 12/s bytes. With FP8 weights their row- and column-wise copies take the place of the BF16 ones.
+- FSDP2 ("fsdp"): parameters, gradients and two moments of P/s in the stored dtype (4 + 4 + 8 in FP32), and while a
+  layer computes, gathered BF16 copies of it and of the next one, the all-gather's buffer, its gradients in BF16 and the
+  FP32 input of their reduction. Pipelines do not free gathered parameters. With more than one microbatch the gradients
+  of *all* layers are kept unsharded in FP32 until the last one: often the largest item.
+
+Activations come from activations.py, what a working set holds from the kernels as they are here: a grouped GEMM's
+backward around an unfused SwiGLU in FP32. Not PyTorch's allocator's, so in no "peak allocated": buffers of the fused
+dispatchers, and OUTSIDE_GIB for CUDA context, NCCL and cuBLAS. Fragmentation is a margin, ALLOCATOR_MARGIN of what is
+allocated.
+
+Sizes in bytes; GiB = 2**30. Imports no torch.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from titan_moe.plan import activations
+from titan_moe.plan.activations import GPU, Kernels
+from titan_moe.plan.job import Job
+from titan_moe.plan.parameters import REPLICATED_BY_TP, Kind, of_embedding, of_head, of_layer
+from titan_moe.plan.stages import Stage
+
+GIB = 2**30
+ALLOCATOR_MARGIN = 0.04
+OUTSIDE_GIB = 3.0
+OUTSIDE = "outside the allocator"
+BYTES = {"float32": 4, "bfloat16": 2}
+FP8_WEIGHT_BYTES = 2 * (1 + 1 / 32)
+"""A row-wise and a column-wise copy, with a scale byte per 32 elements"""
+
+
+class Entry(NamedTuple):
+    group: str
+    name: str
+    size: float
+    """Bytes"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The pipeline rank that needs most. Sizes in bytes."""
+
+    rank: int
+    entries: tuple[Entry, ...]
+    margin: float
+    """Fragmentation"""
+    capacity: float
+    allocated_by_rank: tuple[float, ...]
+    """Peak of every pipeline rank"""
+
+    @property
+    def allocated(self) -> float:
+        """Peak of PyTorch's allocator, what a run reports as allocated."""
+        return self.allocated_by_rank[self.rank]
+
+    @property
+    def needed(self) -> float:
+        return sum(entry.size for entry in self.entries) + self.margin
+
+    @property
+    def free(self) -> float:
+        """What is left; negative when it does not fit."""
+        return self.capacity - self.needed
+
+    @property
+    def fits(self) -> bool:
+        return self.free >= 0
+
+    def by_group(self) -> dict[str, float]:
+        """Bytes of each group, largest first."""
+        sums: dict[str, float] = defaultdict(float)
+        for entry in self.entries:
+            sums[entry.group] += entry.size
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def predict_memory(job: Job, kernels: Kernels = GPU) -> Memory:
+    ranks = [_rank_entries(job, rank, kernels) for rank in range(job.pp)]
+    allocated = [sum(entry.size for entry in entries if entry.group != OUTSIDE) for entries in ranks]
+    worst = allocated.index(max(allocated))
+    return Memory(
+        rank=worst,
+        entries=tuple(entry for entry in ranks[worst] if entry.size),
+        margin=allocated[worst] * ALLOCATOR_MARGIN,
+        capacity=job.hardware.hbm_gb * 1e9,
+        allocated_by_rank=tuple(allocated),
+    )
+
+
+def _rank_entries(job: Job, rank: int, kernels: Kernels) -> list[Entry]:
+    stages = job.stages_of_rank(rank)
+    found = [*states(job, rank), *_buffers(job), *_largest(_working_sets(job, stages, kernels))]
+    kept = activations_held(job, rank, kernels)
+    if job.sharding == "zero1":
+        return [*found, *kept]
+    # FSDP2 makes a layer's sharded gradient as backward frees its activations (and the whole one that was summed up
+    # over microbatches): the first of them have gone when the last of those comes.
+    gradients = [entry for entry in found if entry.group == "gradients"]
+    found = [entry for entry in found if entry.group != "gradients"]
+    summed = [_summed_gradients(job, stages)] if job.microbatches > 1 else []
+    return [*found, *_gathered(job, stages), *_largest([[*summed, *kept], gradients])]
+
+
+def _largest(choices: list[list[Entry]]) -> list[Entry]:
+    return max(choices, key=lambda entries: sum(entry.size for entry in entries))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters
+
+
+class Weights(NamedTuple):
+    """Parameters of a piece of the model on one rank before FSDP shards them, and how many ranks shard each sort."""
+
+    dense: float
+    experts: float
+
+
+def _layer_weights(job: Job, kind: Kind) -> Weights:
+    parts = of_layer(job.model, kind)
+    experts = parts.pop("routed experts", 0) / (job.ep if job.ep > 1 else job.tp)
+    return Weights(sum(n / (1 if part in REPLICATED_BY_TP else job.tp) for part, n in parts.items()), experts)
+
+
+def _layers(stages: list[Stage]) -> dict[Kind, int]:
+    return {"dense": sum(s.dense for s in stages), "moe": sum(s.moe for s in stages), "mtp": sum(s.mtp for s in stages)}
+
+
+def _ends(job: Job, stages: list[Stage]) -> Weights:
+    """Embedding and head, where a stage has them. An MTP layer on another rank than the embedding has a copy."""
+    embeddings = any(s.embedding for s in stages) or any(s.mtp for s in stages)
+    head = any(s.head for s in stages)
+    return Weights((embeddings * of_embedding(job.model) + head * of_head(job.model)) / job.tp, 0.0)
+
+
+def _rank_weights(job: Job, stages: list[Stage]) -> tuple[Weights, Weights]:
+    """(layers, ends): all layers of the rank together, and embedding and head."""
+    each = [(number, _layer_weights(job, kind)) for kind, number in _layers(stages).items()]
+    layers = Weights(sum(n * w.dense for n, w in each), sum(n * w.experts for n, w in each))
+    return layers, _ends(job, stages)
+
+
+def _shards(job: Job) -> Weights:
+    """Ranks over which dense and expert parameters (or with zero1 their optimizer states) are cut."""
+    if job.sharding == "zero1":
+        return Weights(job.dp * job.cp, job.edp if job.ep > 1 else job.dp * job.cp)
+    shard = job.dp_shard * job.cp
+    return Weights(shard, shard * job.tp / job.ep if job.ep > 1 else shard)
+
+
+def states(job: Job, rank: int) -> list[Entry]:
+    """Parameters, gradients (as after backward) and optimizer states of pipeline rank `rank`."""
+    stages = job.stages_of_rank(rank)
+    layers, ends = _rank_weights(job, stages)
+    shards = _shards(job)
+    whole = sum(layers) + sum(ends)
+    stored = (layers.dense + ends.dense) / shards.dense + (layers.experts + ends.experts) / shards.experts
+    moments, gradient = 2 * BYTES[job.moment_dtype], BYTES[job.grad_dtype]
+    if job.sharding == "zero1":
+        weight = 2 if job.precision == "bf16" else FP8_WEIGHT_BYTES
+        return [
+            Entry("parameters", "weights", weight * sum(layers) + 2 * sum(ends)),
+            Entry("gradients", "gradients", gradient * whole),
+            Entry("optimizer", "master weights, sharded", 4 * stored),
+            Entry("optimizer", "moments, sharded", moments * stored),
+        ]
+    return [
+        Entry("parameters", "parameters, sharded", BYTES[job.param_dtype] * stored),
+        Entry("gradients", "gradients, sharded", gradient * stored),
+        Entry("optimizer", "moments, sharded", moments * stored),
+    ]
+
+
+def _summed_gradients(job: Job, stages: list[Stage]) -> Entry:
+    layers, ends = _rank_weights(job, stages)
+    return Entry("unreduced gradients", "gradients of all microbatches, FP32", 4 * (sum(layers) + sum(ends)))
+
+
+def _gathered(job: Job, stages: list[Stage]) -> list[Entry]:
+    """What FSDP2 has gathered or not yet reduced."""
+    layers, ends = _rank_weights(job, stages)
+    number = sum(_layers(stages).values())
+    unit = max((sum(_layer_weights(job, kind)) for kind, n in _layers(stages).items() if n), default=0.0)
+    gathered = min(2, number) * unit if job.reshard_after_forward else sum(layers)
+    entries = [
+        Entry("gathered parameters", "gathered layers", 2 * gathered),
+        Entry(
+            "gathered parameters", "gathered embedding and head", 0.0 if job.reshard_after_forward else 2 * sum(ends)
+        ),
+        Entry("gathered parameters", "all-gather buffer", 2 * unit),
+        Entry("unreduced gradients", "gradients of a layer, BF16", 2 * unit),
+        Entry("unreduced gradients", "gradient reduction buffer, FP32", 4 * unit),
+    ]
+    if job.precision != "bf16":
+        entries.append(Entry("gathered parameters", "low-precision copies", FP8_WEIGHT_BYTES * min(2, number) * unit))
+    return entries
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Activations
+
+
+def in_flight(job: Job, rank: int) -> list[float]:
+    """Microbatches whose activations a pipeline rank holds at most, for each of its stages.
+
+    1F1B: as many as there are ranks from here to the end. Interleaved: warm-up runs pp microbatches on each stage of
+    the rank in turn, then starts over. V-shaped schedules hold what 1F1B's first rank does, on every rank, DualPipeV
+    one more; hiding all-to-all behind another microbatch keeps one more alive too.
+    """
+    m, pp, vp = job.microbatches, job.pp, job.vp
+    if pp == 1:
+        return [min(m, 2 if job.overlap != "none" and m > 1 else 1)] * vp
+    if job.schedule in ("ZBVZeroBubble", "DualPipeV"):
+        return [min(m, pp + (job.schedule == "DualPipeV"))] * vp
+    if vp == 1:
+        return [min(m, pp - rank + (job.overlap != "none"))]
+    forwards = 2 * (pp - rank - 1) + (vp - 1) * pp + 1 + (job.overlap != "none")
+    rounds, rest = divmod(forwards, vp * pp)
+    return [min(m, rounds * pp + min(pp, max(0, rest - stage * pp))) for stage in range(vp)]
+
+
+def activations_held(job: Job, rank: int, kernels: Kernels = GPU) -> list[Entry]:
+    """What pipeline rank `rank` keeps for backward of all microbatches in flight."""
+    stages, held = job.stages_of_rank(rank), in_flight(job, rank)
+    sums: dict[str, float] = defaultdict(float)
+    for stage, microbatches in zip(stages, held, strict=True):
+        for kind, number in _layers([stage]).items():
+            for item in activations.kept(job, activations.layer(job, kind, kernels)) if number else []:
+                sums[item.name] += microbatches * number * item.size
+        if stage.head:
+            sums["final norm"] += 2.0 * job.tokens * job.model.dim * (2 if kernels.norm_is_fused else 5)
+    if kernels.values_are_padded:
+        sums["document mask"] += 1.0 * job.tokens * job.seq_len
+    return [Entry("activations", name, size) for name, size in sorted(sums.items(), key=lambda item: -item[1])]
+
+
+def _working_sets(job: Job, stages: list[Stage], kernels: Kernels) -> list[list[Entry]]:
+    """What lives only while one layer, or the head, is differentiated."""
+    f, layers = job.model, _layers(stages)
+    kind: Kind = "moe" if layers["moe"] or layers["mtp"] else "dense"
+    everything = activations.layer(replace(job, recompute_mode="none"), kind, kernels)
+    again = sum(item.size for item in everything) - sum(
+        item.size for item in activations.kept(job, activations.layer(job, kind, kernels))
+    )
+    sets = [[Entry("working set", "recomputed layer", max(again, 0.0)), *_layer_backward(job, kind, kernels)]]
+    if any(stage.head for stage in stages):
+        chunk = job.tokens / job.loss_chunks * f.vocab_size / job.tp
+        # Logits, and in FP32 logits, log-probabilities and their gradient; Megatron works in place.
+        per_logit = 6 if job.sharding == "zero1" else 2 + 4 + 4 + 4 + 2
+        head = [Entry("working set", "logits", per_logit * chunk)]
+        if job.sharding == "fsdp":  # gathered in BF16, a BF16 gradient, and its sum over chunks in FP32
+            size = (2 if job.reshard_after_forward else 0) + 2 + (4 if job.microbatches == 1 else 0)
+            head.append(Entry("working set", "head and its gradient", size * of_head(f) / job.tp))
+        if job.loss_chunks > 1:
+            head.append(Entry("working set", "gradient of the last hidden states, FP32", 4.0 * job.tokens * f.dim))
+        sets.append(head)
+    return sets
+
+
+def _layer_backward(job: Job, kind: Kind, kernels: Kernels) -> list[Entry]:
+    f = job.model
+    if kind == "dense":
+        return [
+            Entry("working set", "gradients in the layer", 2.0 * job.tokens * (f.dim + 3 * f.dense_hidden_dim / job.tp))
+        ]
+    rows = activations.local_rows(job, kernels) if job.ep == 1 else activations.expert_rows(job, kernels.row_alignment)
+    gradients = [Entry("working set", "gradients of the experts", 2.0 * rows * (f.dim + 4 * f.moe_hidden_dim))]
+    if job.sharding == "fsdp" and kernels.norm_is_fused:  # a CPU goes over the rows in small blocks
+        gradients.append(Entry("working set", "SwiGLU backward, FP32", 6 * 4.0 * rows * f.moe_hidden_dim))
+    return gradients
+
+
+def _buffers(job: Job) -> list[Entry]:
+    """Of expert-parallel transfers, rows sent and rows received while one is under way; and what nobody allocates
+    through PyTorch."""
+    outside = [Entry(OUTSIDE, "CUDA context, NCCL, cuBLAS", OUTSIDE_GIB * GIB)]
+    if job.ep == 1:
+        return outside
+    row = 2.0 * job.model.dim
+    if job.dispatcher in ("hybridep", "te_ep"):
+        # Room for every token of every rank: at 64 ranks and 4,096 tokens of DeepSeek-V3 3.76 GB.
+        return [*outside, Entry(OUTSIDE, f"{job.dispatcher} buffers", job.ep * job.tokens * row)]
+    if job.dispatcher == "deepep":
+        return [*outside, Entry(OUTSIDE, "deepep buffers", 1.0 * GIB)]  # its default for NVLink and RDMA
+    return [*outside, Entry("dispatcher", "rows sent and received", 2 * activations.wire_rows(job) * row)]
