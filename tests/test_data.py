@@ -236,13 +236,15 @@ def test_workers_divide_the_shards(monkeypatch: pytest.MonkeyPatch, ranks: int) 
 
     monkeypatch.setattr(Made, "documents", documents)
     dataset = make_loader(source, 0, ranks, num_shards=8).dataset
-    opened = []
+    opened, sizes = [], []
     for worker in range(3):
         encoded.clear()
         monkeypatch.setattr(data, "get_worker_info", lambda worker=worker: SimpleNamespace(id=worker, num_workers=3))
-        rounds = list(itertools.islice(dataset, 5))  # each piece of a shard has 21 tokens: 5 samples of 8 need two
-        assert all(len(part[0]) == len(dataset.shards[worker::3]) for part in rounds)
+        parts = list(itertools.islice(dataset, 10))  # a piece of a shard has 21 tokens: 5 samples of 8 need two
+        sizes.append([len(part[0]) for part in parts])
         opened.append(set(encoded))
+    # Runs of 3 workers x 2 samples, up to the 8 (or 4) shards of the rank; a worker may have none of what is left.
+    assert sizes == [[2, 1] * 5, [2, 1] * 5, [2, 0] * 5] if ranks == 1 else [[2] * 10, [1] * 10, [1] * 10]
     assert opened[0] and not opened[0] & opened[1] and not opened[0] & opened[2] and not opened[1] & opened[2]
 
 

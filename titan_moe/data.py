@@ -17,8 +17,8 @@ divides S every shard is read by one rank; otherwise R / G ranks read the same s
     step 0: g = 0 1 2 3          0 and 2                      1 and 3
     step 1: g = 4 5 6 7          4 and 6                      5 and 7
 
-Any M = S / G samples of a rank in a row are one of each of its shards. So W workers divide the shards among them: each
-makes its shards' samples of such a round, and the training process puts the rounds of all W in order.
+Any M = S / G samples of a rank in a row are one of each of its shards, in an order that repeats. So W workers divide
+the shards among them: each makes its shards' samples of a run of W*B, and the training process puts the parts in order.
 
 A checkpoint holds `next_sample`, the first global sample that the training loop has not consumed (whatever workers have
 prefetched), and where each source's stream of each shard stands. A stream that stands too early can skip forward, so
@@ -91,18 +91,32 @@ class PackedDataset(IterableDataset):
         return [start + (first + i) * R for i in range(count)]
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """(input_BL, positions_BL, labels_BL, states) of a whole batch; or, in a worker, of the samples in a round that
-        come from its shards. The states are those of a sample's shard right after that sample."""
+        """(input_BL, positions_BL, labels_BL, states) of a batch; or, in a worker, of its part of a run. The states are
+        those of a sample's shard right after that sample."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        shards = {s: Shard(self.mixture, s, self.seq_len, self.start_states[s]) for s in self.shards[worker::workers]}
-        count = len(self.shards) if info else self.local_batch_size
-        for first in itertools.count(0, count):
-            done = []
-            for g in self.samples_from(first, count):
-                if (shard := shards.get(g % self.num_shards)) is not None:
-                    done.append((*shard.sample(g // self.num_shards), shard.states))
-            yield tuple(np.stack(rows) for rows in zip(*done, strict=True))
+        shards: dict[int, Shard] = {}
+        for run in self.runs(workers):
+            columns: list[list] = [[], [], [], []]
+            for g in (g for g, owner in run if owner == worker):
+                s = g % self.num_shards
+                if s not in shards:
+                    shards[s] = Shard(self.mixture, s, self.seq_len, self.start_states[s])
+                sample = shards[s].sample(g // self.num_shards)
+                for column, value in zip(columns, (*sample, shards[s].states), strict=True):
+                    column.append(value)
+            yield tuple(np.array(column) for column in columns)
+
+    def runs(self, workers: int) -> Iterator[list[tuple[int, int]]]:
+        """This rank's samples, in runs that the workers make together: (global sample, worker). One worker makes all
+        samples of a shard."""
+        M, B = len(self.shards), self.local_batch_size
+        size = min(workers * B, M) if workers > 1 else B
+        period = M if workers > 1 else B
+        for first in itertools.count(0, period):
+            for begin in range(0, period, size):
+                samples = self.samples_from(first + begin, min(size, period - begin))
+                yield [(g, (begin + i) % workers) for i, g in enumerate(samples)]
 
 
 class PackedDataLoader(StatefulDataLoader):
@@ -146,15 +160,11 @@ class PackedDataLoader(StatefulDataLoader):
 
     def _rows(self, iterator: Iterator) -> Iterator[tuple[torch.Tensor, ...]]:
         """One sample at a time, in order: (input_L, positions_L, labels_L, states)."""
-        data, W = self._data, self.num_workers
-        if W == 0:
-            for batch in iterator:
-                yield from zip(*batch, strict=True)
-        M = len(data.shards)
-        for first in itertools.count(0, M):
-            parts = [zip(*next(iterator), strict=True) for _ in range(W)]
-            for g in data.samples_from(first, M):
-                yield next(parts[data.shards.index(g % data.num_shards) % W])
+        workers = max(self.num_workers, 1)
+        for run in self._data.runs(workers):
+            parts = [zip(*next(iterator), strict=True) for _ in range(workers)]
+            for _, worker in run:
+                yield next(parts[worker])
 
     @property
     def skipped(self) -> int:
@@ -242,9 +252,7 @@ def build_dataloader(
             f"training.dataloader.num_workers = {loading.num_workers}: only {workers} can share the {S} / gcd({R}, {S})"
             f" = {M} shards of a rank; with more training.dataloader.num_shards, more could in a new run"
         )
-    # A round has M samples, of which each worker makes its part.
-    rounds = -(-loading.prefetch_factor * max(workers, 1) * local_batch_size // M)
-    return PackedDataLoader(dataset, num_workers=workers, prefetch_factor=rounds if workers else None)
+    return PackedDataLoader(dataset, num_workers=workers, prefetch_factor=loading.prefetch_factor if workers else None)
 
 
 def build_dataloaders(

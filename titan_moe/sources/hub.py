@@ -54,6 +54,7 @@ class HubPiece(Piece):
                 try:
                     batch = rows.get(timeout=self.patience)
                 except queue.Empty:
+                    reader.hangs = True
                     raise ValueError(self.message(reader)) from reader.error
                 if batch is None:
                     return
@@ -80,18 +81,20 @@ _readers: weakref.WeakSet["Reader"] = weakref.WeakSet()
 @atexit.register
 def _end_readers() -> None:
     """Python aborts when a thread comes back from pyarrow while it shuts down. So wait for all, and where one hangs in
-    the network, leave without the rest of the shut-down."""
+    the network, leave without the rest of the shut-down: at once where that is known, as torchrun shows the message of
+    the rank that is gone first."""
     readers = list(_readers)
     for reader in readers:
         reader.ended.set()
-    deadline = time.monotonic() + 5
+    hangs = any(reader.hangs for reader in readers)
+    deadline = time.monotonic() + (0 if hangs else 5)
     for reader in readers:
         reader.join(max(deadline - time.monotonic(), 0))
     if any(reader.is_alive() for reader in readers):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1 if hasattr(sys, "last_value") else 0)  # last_value: of an error that nobody caught
+        os._exit(1 if hangs or hasattr(sys, "last_value") else 0)  # last_value: of an error that nobody caught
 
 
 class Reader(threading.Thread):
@@ -101,7 +104,7 @@ class Reader(threading.Thread):
         super().__init__(name=f"{piece.name} {piece.index}", daemon=True)
         self.piece, self.row, self.rows = piece, first, rows
         self.ended = threading.Event()  # nobody takes rows any more
-        self.failures = 0
+        self.failures, self.hangs = 0, False
         self.error: Exception | None = None
         _readers.add(self)
 
