@@ -116,6 +116,7 @@ def test_an_unknown_release_is_taken_for_a_near_one_and_said(release, taken):
         ("micro_batch_size", "1.5", "whole number"),
         ("precision", "int3", "precision"),
         ("gpus", "255", "must be a multiple of tp x cp x pp"),
+        ("vp", "1000000000", "2000000000 stages: more than the 64 pieces of the model"),
         ("ep", "7", "must divide the 256 experts"),
         ("global_batch_size", "4097", "must be a multiple"),
     ],

@@ -69,6 +69,12 @@ def job_from_row(row: Mapping[str, str]) -> Job:
 
 def _stages(layout: str, model: Flavor, count: int) -> tuple[tuple[stage_layout.Stage, ...], str]:
     """The stages that a description of the layout means, and what was assumed."""
+    pieces = model.n_layers + model.num_mtp_layers + 2
+    if count > pieces or model.num_mtp_layers > model.n_layers:
+        raise ValueError(
+            f"pp x vp = {count} stages: more than the {pieces} pieces of the model, {model.n_layers} layers, "
+            f"{model.num_mtp_layers} MTP layers, embedding and head"
+        )
     sizes = {"layers": model.n_layers, "n_dense": model.n_dense_layers, "mtp": model.num_mtp_layers, "stages": count}
     try:
         return stage_layout.parse(layout, **sizes)
