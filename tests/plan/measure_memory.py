@@ -37,6 +37,8 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable:  # it made nothing; FSDP so fills gathered parameters
+            return out
         for tensor in tree_leaves(out):
             if type(tensor) is torch.Tensor:
                 storage = tensor.untyped_storage()

@@ -26,6 +26,11 @@ LOW_PRECISION_BYTES = 0.516 * 2
 """Bytes per element of an FP8 or MXFP8 tensor with its scales, 0.516 of BF16 (one scale byte for 32 elements)"""
 
 
+MATMULS = ("query latent", "query product", "key/value latent", "key/value product", "attention projection")
+"""A layer's matrix products in the order they run, before those of its feed-forward: gate, up, down. Op-wise selective
+recompute keeps the result of every second one, so the order decides how much"""
+
+
 class Item(NamedTuple):
     name: str
     size: float
@@ -158,10 +163,14 @@ def titan_layer(job: Job, kind: Kind, kernels: Kernels = GPU) -> list[Item]:
         Item("layer input", input_size, whole=True),
         *_norm("attention norm", f.dim, job, kernels, gathered=job.tp),
         *_titan_attention(job, wide, kernels, norm_input),
-        Item("attention projection", wide * f.dim if selective else 0.0, selective=True),
+        *_products(job, wide),
         Item("residual", wide * f.dim if kernels.norm_is_fused else 0.0),
         *_norm("feed-forward norm", f.dim, job, kernels, gathered=job.tp if kind == "dense" else 1),
-        *(_swiglu("dense", f.dense_hidden_dim, wide, "swiglu") if kind == "dense" else _titan_moe(job, wide, kernels)),
+        *(
+            _swiglu(job, "dense", f.dense_hidden_dim, wide, "swiglu")
+            if kind == "dense"
+            else _titan_moe(job, wide, kernels)
+        ),
         *([Item("MTP projection input", wide * 2 * f.dim)] if kind == "mtp" else []),
     ]
 
@@ -180,13 +189,14 @@ def _titan_attention(job: Job, wide: float, kernels: Kernels, norm_input: bool) 
     f, tokens = job.model, job.tokens
     wide, head = wide * job.tp, wide * f.n_heads  # latents are whole on each tensor-parallel rank, heads are cut
     qk, kv_latent = f.qk_nope_head_dim + f.qk_rope_head_dim, f.kv_lora_rank + f.qk_rope_head_dim
+    saved = saved_products(job)
     # A view of the values keeps the expanded keys beside them; padding makes a tensor of its own. Context parallelism
     # gathers keys and values of the whole sequence.
     values = qk if kernels.values_are_padded else f.qk_nope_head_dim + f.v_head_dim
     items = [
-        Item("query latent", wide * f.q_lora_rank if norm_input else 0.0, selective=True),
+        Item("query latent", wide * f.q_lora_rank if norm_input else 0.0, selective="query latent" in saved),
         *(_norm("query latent norm", f.q_lora_rank, job, kernels, gathered=job.tp) if f.q_lora_rank else []),
-        Item("key/value latent", wide * kv_latent if norm_input else 0.0, selective=True),
+        Item("key/value latent", wide * kv_latent if norm_input else 0.0, selective="key/value latent" in saved),
         *_norm("key/value latent norm", f.kv_lora_rank, job, kernels, gathered=job.tp),
         Item("rotation", 4.0 * tokens * job.tp * f.qk_rope_head_dim),
         Item("query", head * qk, "mla_up_proj", "attn_q"),
@@ -201,13 +211,35 @@ def _titan_attention(job: Job, wide: float, kernels: Kernels, norm_input: bool) 
     return items
 
 
-def _swiglu(name: str, hidden: int, wide: float, recompute: str) -> list[Item]:
+def saved_products(job: Job) -> set[str]:
+    """The matrix products whose results op-wise selective recompute keeps: the first, the third, ..."""
+    order = [*(name for name in MATMULS if job.model.q_lora_rank or name != "query latent"), "gate", "up", "down"]
+    return set(order[::2])
+
+
+def _products(job: Job, wide: float) -> list[Item]:
+    """Results that only selective recompute keeps: otherwise what is made of them is kept, or nothing."""
+    f = job.model
+    widths = {
+        "query product": f.n_heads * (f.qk_nope_head_dim + f.qk_rope_head_dim),
+        "key/value product": f.n_heads * (f.qk_nope_head_dim + f.v_head_dim),
+        "attention projection": f.dim,
+        "down": f.dim,
+    }
+    if job.recompute_mode != "selective":
+        return []
+    saved = saved_products(job)
+    return [Item(name, wide * width, selective=True) for name, width in widths.items() if name in saved]
+
+
+def _swiglu(job: Job, name: str, hidden: int, wide: float, recompute: str) -> list[Item]:
     """An unfused SwiGLU: two products, of which op-wise recompute keeps one, the activated one, and their product.
     `recompute` is the choice that drops the last two."""
+    saved = saved_products(job)
     drops_all = "shared_expert" if name == "shared" else ""
     return [
-        Item(f"{name} gate", wide * hidden, drops_all),
-        Item(f"{name} up", wide * hidden, drops_all, selective=True),
+        Item(f"{name} gate", wide * hidden, drops_all, selective="gate" in saved),
+        Item(f"{name} up", wide * hidden, drops_all, selective="up" in saved),
         Item(f"{name} activated gate", wide * hidden, recompute),
         Item(f"{name} activation", wide * hidden, recompute),
     ]
@@ -223,7 +255,7 @@ def _titan_moe(job: Job, wide: float, kernels: Kernels) -> list[Item]:
         Item("router choice", 8.0 * tokens * f.top_k, whole=True),
         # The two best of each group, the groups, and their scores, which recompute keeps so that ties fall alike.
         Item("router groups", 12.0 * tokens * groups if job.recompute_mode != "none" else 0.0, whole=True),
-        *_swiglu("shared", f.num_shared_experts * f.moe_hidden_dim, wide, _first(job, "swiglu", "shared_expert")),
+        *_swiglu(job, "shared", f.num_shared_experts * f.moe_hidden_dim, wide, _first(job, "swiglu", "shared_expert")),
         *_routed(job, kernels),
     ]
 
