@@ -14,6 +14,8 @@ from typing import Literal
 from titan_moe.config import Config
 from titan_moe.config_check import data_parallel_degree, model_flavor
 from titan_moe.flavors import Flavor
+from titan_moe.mesh_check import microbatch_size, sequences_per_step
+from titan_moe.pipeline_layout import pipeline_layout
 from titan_moe.plan import stages as stage_layout
 from titan_moe.plan.hardware import Hardware, Precision
 from titan_moe.plan.stages import Stage
@@ -175,37 +177,26 @@ def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Preci
     model, p = model_flavor(config), config.parallelism
     tp, cp, pp = p.tensor_parallel_degree, p.context_parallel_degree, p.pipeline_parallel_degree
     replicate, shard = data_parallel_degree(config, gpus)
-    if p.data_parallel_shard_degree == -1 and replicate * shard * tp * cp * pp != gpus:
-        shard //= tp * cp * pp  # a config_check that leaves TP, CP and PP ranks in the shard degree
-    counts = list(p.pipeline_parallel_layers_per_stage)
-    v_shaped = p.pipeline_parallel_schedule in ("ZBVZeroBubble", "DualPipeV")
-    vp = len(counts) // pp if counts else 1 if pp == 1 or p.pipeline_parallel_schedule == "1F1B" else 2
-    assert not v_shaped or vp == 2 or pp == 1
-    mtp = model.num_mtp_layers
-    stages = (
-        stage_layout.from_counts(counts, model.n_dense_layers, mtp)
-        if counts
-        else stage_layout.balanced(model.n_layers, pp * vp, model.n_dense_layers, mtp)
-    )
+    counts = pipeline_layout(config, model).layers if pp > 1 else [model.n_layers]
     auto = "local" if p.expert_parallel_degree == 1 else "dedup"
-    ac, batch = config.activation_checkpoint, config.training.global_batch_size
+    ac = config.activation_checkpoint
     return Job(
         model=model,
         model_name=f"deepseek_v3 {config.model.flavor}",
         hardware=hardware,
         gpus=gpus,
         precision=precision,
-        global_batch_size=batch if batch != -1 else config.training.local_batch_size * replicate * shard,
-        micro_batch_size=p.pipeline_parallel_microbatch_size if pp > 1 else config.training.local_batch_size,
+        global_batch_size=sequences_per_step(config, gpus),
+        micro_batch_size=microbatch_size(config),
         seq_len=config.training.seq_len,
         tp=tp,
         cp=cp,
         pp=pp,
-        vp=vp,
+        vp=len(counts) // pp,
         ep=p.expert_parallel_degree,
         dp_replicate=replicate,
         dp_shard=shard,
-        stages=stages,
+        stages=stage_layout.from_counts(list(counts), model.n_dense_layers, model.num_mtp_layers),
         schedule=p.pipeline_parallel_schedule,
         sharding="fsdp",
         reshard_after_forward={"always": True, "never": False}.get(p.fsdp_reshard_after_forward, pp == 1),
