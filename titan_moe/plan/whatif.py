@@ -77,6 +77,7 @@ def _job(model: str, hardware: str, layout: str = "", **changes: Any) -> Job:
     stages, _ = stage_layout.parse(
         layout, layers=flavor.n_layers, n_dense=flavor.n_dense_layers, mtp=0, stages=changes["pp"] * changes["vp"]
     )
+    settings: dict[str, Any] = {"comm_sms": 32, **changes}
     base = Job(
         model=flavor,
         model_name=model,
@@ -86,7 +87,7 @@ def _job(model: str, hardware: str, layout: str = "", **changes: Any) -> Job:
         seq_len=4096,
         micro_batch_size=1,
         routing="balanced_random",
-        **{"comm_sms": 32, **changes},
+        **settings,
     )
     return replace(base, schedule="Interleaved1F1B") if base.vp > 1 else base
 
