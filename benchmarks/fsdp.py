@@ -33,7 +33,7 @@ SETTINGS = {
         f"--parallelism.fsdp_prefetch_layers={prefetch}",
     ]
     for reshard in ("default", "never")
-    for prefetch in (0, 1, 2)
+    for prefetch in (1, 2, 3)
 }
 DEFAULT = "reshard default, prefetch 1"
 

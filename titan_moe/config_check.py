@@ -39,6 +39,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "model.rope_factor model.original_seq_len training.local_batch_size training.seq_len training.steps "
         "training.gc_freq training.dataloader.prefetch_factor training.dataloader.num_shards loss.num_chunks "
         "validation.freq validation.steps parallelism.data_parallel_replicate_degree "
+        "parallelism.fsdp_prefetch_layers "
         "parallelism.expert_parallel_degree parallelism.tensor_parallel_degree parallelism.context_parallel_degree "
         "parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_microbatch_size "
         "moe.ranks_per_node checkpoint.interval metrics.log_freq "
@@ -50,7 +51,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "model.q_lora_rank model.mscale model.num_mtp_layers loss.mtp_coeff "
         "moe.load_balance_coeff moe.sequence_loss_coeff moe.z_loss_coeff "
         "optimizer.weight_decay lr_scheduler.warmup_steps "
-        "parallelism.fsdp_prefetch_layers training.dataloader.num_workers comm.trace_buf_size",
+        "training.dataloader.num_workers comm.trace_buf_size",
     ),
     (
         "must be greater than 0",

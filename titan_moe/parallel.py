@@ -65,12 +65,16 @@ def prefetch(model: DeepSeekV3Model, count: int) -> None:
     """Gather the parameters of the `count` layers that come next, in forward and in backward, while one computes.
 
     torchtitan does so for one layer where EP is on, whose host syncs keep FSDP2 from running ahead by itself, and
-    leaves it to FSDP2 elsewhere.
+    leaves it to FSDP2 elsewhere. As there, embedding and head are links of the chain.
     """
-    layers = cast(list[FSDPModule], [*model.layers.values(), *(model.mtp_layers or ())])
-    for i, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + count])
-        layer.set_modules_to_backward_prefetch(layers[max(i - count, 0) : i][::-1])
+    layers = [[layer] for layer in (*model.layers.values(), *(model.mtp_layers or ()))]
+    embedding = [] if model.tok_embeddings is None else [[model.tok_embeddings]]
+    head = [] if model.norm is None or model.lm_head is None else [[model.norm, model.lm_head]]
+    chain = cast(list[list[FSDPModule]], [*embedding, *layers, *head])
+    for i, link in enumerate(chain):
+        ahead, behind = chain[i + 1 : i + 1 + count], chain[max(i - count, 0) : i][::-1]
+        link[-1].set_modules_to_forward_prefetch([module for link in ahead for module in link])
+        link[-1].set_modules_to_backward_prefetch([module for link in behind for module in link])
 
 
 def compile_layers(model: DeepSeekV3Model, backend: str) -> None:

@@ -8,7 +8,8 @@ A rank holds one stage or several, each a model with only its modules left; a st
 states, one without the head returns them. Only the rank of the last stage knows the loss.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import titan_moe.runtime  # noqa: F401
 from titan_moe.runtime import titan_parallelism
@@ -74,18 +75,15 @@ class Pipeline:
         )
         self.parts: list[DeepSeekV3Model] = parts  # type: ignore[assignment]
         self.device = device
-        # Before the first step, and the first after a validation, torch runs the stages once on tensors without content
-        # to learn their shapes. The experts must not count that.
+        # Before the first step, and where training and validation alternate, torch runs the stages once on tensors
+        # without content to learn their shapes.
         learn_shapes = self.schedule._initialize_pp_stages
 
-        def learn_shapes_and_forget(*args, **kwargs):
-            learned = learn_shapes(*args, **kwargs)
-            for part in self.parts:
-                for moe in moe_layers(part).values():
-                    moe.forget()
-            return learned
+        def learn_shapes_evenly(*args, **kwargs):
+            with routing_without_content(self.parts):
+                return learn_shapes(*args, **kwargs)
 
-        self.schedule._initialize_pp_stages = learn_shapes_and_forget
+        self.schedule._initialize_pp_stages = learn_shapes_evenly
 
     def step(self, microbatches: list[Inputs], valid_tokens: Tensor) -> Tensor:
         """Forward and backward of a whole optimizer step. Returns this rank's share of the loss, 0 on ranks without the
@@ -119,6 +117,23 @@ class Pipeline:
         # torch may leave a loss on the CPU when FSDP runs inside a stage.
         total = torch.zeros((), device=self.device)
         return total + sum(loss.detach().to(self.device) for loss in losses)
+
+
+@contextmanager
+def routing_without_content(parts: list[DeepSeekV3Model]) -> Iterator[None]:
+    """Inside, tokens are spread evenly over the experts: rows without content are all alike, and routers would send all
+    of them to the same few, on ranks that could not hold them. What the layers counted is forgotten."""
+    layers = [moe for part in parts for moe in moe_layers(part).values()]
+    routers = [(moe.router, moe.router._debug_force_load_balance, moe.router.force_balance) for moe in layers]
+    for router, _, _ in routers:
+        router._debug_force_load_balance, router.force_balance = True, "balanced_random"
+    try:
+        yield
+    finally:
+        for router, forced, how in routers:
+            router._debug_force_load_balance, router.force_balance = forced, how
+        for moe in layers:
+            moe.forget()
 
 
 def forward_only(actions: list) -> list:

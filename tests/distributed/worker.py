@@ -44,6 +44,7 @@ class Recorder:
         self.gradients: dict[str, torch.Tensor] | None = None
         self.topk_ids: dict[nn.Module, list[torch.Tensor]] = {}  # by router, one tensor [B, L, K] a microbatch
         self.collectives: Counter[str] = Counter()
+        self.load_without_content: list[float] = []  # heaviest over mean expert while a pipeline learned shapes
         self.gemms: Counter[str] = Counter()  # backward nodes of expert GEMMs that ran
 
     def record_gradients(self) -> None:
@@ -214,6 +215,9 @@ def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool)
 
     def forgetting(self):  # a pipeline has run its stages on nothing, to learn shapes
         if recorder.gradients is None:
+            for ids in recorder.topk_ids.values():
+                load = torch.cat([i.flatten() for i in ids]).bincount(minlength=8).double()
+                recorder.load_without_content.append((load.max() / load.mean()).item())
             recorder.topk_ids.clear()
             recorder.gemms.clear()
         return forget(self)
@@ -232,7 +236,7 @@ def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool)
         gemms = recorder.gemms_of_all_ranks()
         if dist.get_rank() == 0:
             step1 = {"gradients": recorder.gradients, "routing": routing, "collectives": dict(recorder.collectives)}
-            step1["expert_gemms"] = dict(gemms)
+            step1 |= {"expert_gemms": dict(gemms), "load_without_content": recorder.load_without_content}
             folder.mkdir(exist_ok=True)  # a case may train in another's run folder
             torch.save({**step1, "expert_shards": shards}, folder / "step1.pt")
 
