@@ -59,8 +59,8 @@ def headline() -> str:
     low, high = constants.band()
     return (
         f"Errors of tokens per second on {len(found.scored)} published runs: {fitted.mean:.1%} in the mean, "
-        f"{fitted.largest:.1%} at most; {out.mean:.1%} where the fit has not seen\nthe model on that hardware; 80 % of new "
-        f"runs are expected within {low:+.0%} to {high:+.0%}. Memory: three published peaks within 4 %."
+        f"{fitted.largest:.1%} at most; {out.mean:.1%} where the fit has not seen\nthe model on that hardware; 80 % of "
+        f"new runs are expected within {low:+.0%} to {high:+.0%}. Memory: three published peaks within 4 %."
     )
 
 
