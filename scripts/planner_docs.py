@@ -54,15 +54,13 @@ def validation() -> str:
 def headline() -> str:
     """The errors in one sentence."""
     found = validate.validate(published.read(published.RUNS))
-    fitted, out, priors = (found.summary(which) for which in ("error", "left_out_error", "tables_only_error"))
-    assert fitted.mean is not None and fitted.largest is not None and out.mean is not None and priors.mean is not None
+    fitted, out = found.summary("error"), found.summary("left_out_error")
+    assert fitted.mean is not None and fitted.largest is not None and out.mean is not None
     low, high = constants.band()
     return (
-        f"Tokens per second of {len(found.scored)} published runs are predicted with a mean error of {fitted.mean:.1%} "
-        f"({fitted.largest:.1%} at most);\n{out.mean:.1%} where the fit has not seen the model on that hardware, "
-        f"{priors.mean:.1%} with nothing fitted; four of five new runs\nare expected within {low:+.0%} to {high:+.0%}. "
-        "Memory: three published peaks within 4 %; on CPUs states are equal to the byte\nand activations within 2 % of "
-        "real steps."
+        f"Errors of tokens per second on {len(found.scored)} published runs: {fitted.mean:.1%} in the mean, "
+        f"{fitted.largest:.1%} at most; {out.mean:.1%} where the fit has not seen\nthe model on that hardware; 80 % of "
+        f"new runs are expected within {low:+.0%} to {high:+.0%}. Memory: three published peaks within 4 %."
     )
 
 

@@ -51,6 +51,8 @@ COMPARED = [
     (2, "pp2_zbv_losses", "one_rank_losses"),
     (4, "fsdp2_tp2_ep2", "one_rank"),
     (4, "tp2_cp2_ep4", "one_rank"),
+    (4, "fsdp2_cp2", "one_rank"),
+    (4, "fsdp2_pp2", "one_rank"),
     (4, "pp2_ep2", "one_rank"),
     (4, "hsdp2_tp2", "one_rank"),
     (4, "hsdp2_cp2", "one_rank"),
@@ -130,7 +132,7 @@ def test_a_checkpoint_goes_on_on_any_mesh(outcome, ranks):
     """3 steps on one rank, then one on each of three meshes in turn, each from what the last one saved: one curve,
     of which the moments are part from the second loss on."""
     expected = outcome(1, "uninterrupted").metrics
-    meshes = {2: ["then_tp2", "then_pp2", "then_cp2_ep2"], 4: ["then_pp2_ep2", "then_tp2_ep2", "then_hsdp2x2_ep2"]}
+    meshes = {2: ["then_tp2", "then_pp2", "then_cp2_ep2"], 4: ["then_pp2_ep2", "then_tp2_ep2", "then_hsdp2"]}
     for step, name in enumerate(meshes[ranks], start=4):
         record = outcome(ranks, name).metrics[step]
         assert record["loss"] == pytest.approx(expected[step]["loss"], rel=1e-5), name

@@ -27,9 +27,11 @@ from torchtitan.tools.logging import logger
 
 from titan_moe import config_file
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class Storages(TorchDispatchMode):
-    """Remembers every storage that an operation returned, without keeping it alive."""
+    """Remembers every storage that an operation made, without keeping it alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,20 +39,19 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable:  # it made nothing; FSDP so fills gathered parameters
-            return out
+        # A view, or a result written in place, made nothing: so rotary tables and parameters do not count.
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) in PLAIN}
         for tensor in tree_leaves(out):
-            if type(tensor) is torch.Tensor:
+            if type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata not in given:
                 storage = tensor.untyped_storage()
                 known = self.made.get(storage._cdata)
                 if known is None or known.expired():
                     self.made[storage._cdata] = StorageWeakRef(storage)
         return out
 
-    def alive(self, but: set[int]) -> int:
-        """Bytes of those that are still there; gathered parameters that FSDP has freed again have none."""
-        refs = [ref for key, ref in self.made.items() if key not in but]
-        handles = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in refs]
+    def alive(self) -> int:
+        """Bytes of those that are still there."""
+        handles = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.made.values()]
         return sum(storage.nbytes() for storage in handles if storage is not None)
 
 
@@ -70,10 +71,9 @@ def measure(arguments: list[str]) -> dict[str, float]:
     }
     batch = train.to_device(next(batches), run.device)
     loss_fn, storages = run.loss_fn, Storages()
-    buffers = {b.untyped_storage()._cdata for b in model.buffers()}  # rotary tables: a view of one is no activation
 
     def ends(output, *args, **kwargs):
-        found["activations"] = storages.alive(but=buffers)
+        found["activations"] = storages.alive()
         return loss_fn(output, *args, **kwargs)
 
     run.loss_fn = ends  # what the head does after it is not forward any more

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.harness import free_port, torchrun
-from titan_moe import config_file, flavors
+from titan_moe import config_file, flavors, recompute_facts
 from titan_moe.plan import activations, memory_runs, parameters
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
@@ -148,6 +148,17 @@ def test_accumulation_keeps_whole_gradients_with_fsdp():
     assert "gradients" not in groups, "sharded gradients come as activations go"
     assert more["unreduced gradients"] - groups["unreduced gradients"] == pytest.approx(4 * whole)
     assert more["activations"] == groups["activations"] and two.allocated > one.allocated + 3.8 * whole
+
+
+@pytest.mark.parametrize("part", ["mla_up_proj", "swiglu", "norms", "shared_expert"])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_recompute_saves_what_the_start_up_report_says(part: str, kind: parameters.Kind):
+    job = megatron(ep=64, sharding="fsdp", param_dtype="float32")
+    sizes = [
+        sum(item.size for item in activations.kept(each, activations.layer(each, kind)))
+        for each in (job, replace(job, recompute=frozenset({part})))
+    ]
+    assert sizes[0] - sizes[1] == recompute_facts.saved_bytes(DEEPSEEK, job.tokens, 2, [part], moe=kind == "moe")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

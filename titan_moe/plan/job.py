@@ -70,6 +70,8 @@ class Job:
     """"fsdp": parameters gathered per layer (FSDP2); "zero1": whole parameters, sharded optimizer (Megatron)"""
     reshard_after_forward: bool = True
     """With fsdp: parameters are gathered again for backward"""
+    prefetch_layers: int = 1
+    """With fsdp: layers gathered ahead of the one that computes"""
     recompute_mode: Literal["none", "selective", "full"] = "none"
     recompute: frozenset[str] = frozenset()
     """Modules recomputed in every layer, values of RECOMPUTE_NAMES"""
@@ -199,6 +201,7 @@ def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Preci
         stages=stage_layout.from_counts(list(counts), model.n_dense_layers, model.num_mtp_layers),
         schedule=p.pipeline_parallel_schedule,
         sharding="fsdp",
+        prefetch_layers=p.fsdp_prefetch_layers,
         reshard_after_forward={"always": True, "never": False}.get(p.fsdp_reshard_after_forward, pp == 1),
         recompute_mode=ac.mode,
         recompute=frozenset(ac.recompute),

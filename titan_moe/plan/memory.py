@@ -195,7 +195,7 @@ def _gathered(job: Job, stages: list[Stage]) -> list[Entry]:
     layers, ends = _rank_weights(job, stages)
     number = sum(_layers(stages).values())
     unit = max((sum(_layer_weights(job, kind)) for kind, n in _layers(stages).items() if n), default=0.0)
-    gathered = min(2, number) * unit if job.reshard_after_forward else sum(layers)
+    gathered = min(1 + job.prefetch_layers, number) * unit if job.reshard_after_forward else sum(layers)
     entries = [
         Entry("gathered parameters", "gathered layers", 2 * gathered),
         Entry(

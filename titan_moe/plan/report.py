@@ -92,13 +92,14 @@ def _heading(job: Job) -> list[str]:
     degrees = {"TP": job.tp, "CP": job.cp, "PP": job.pp, "EP": job.ep}
     others = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
     recompute = ", ".join(sorted(job.recompute)) or job.recompute_mode
+    plural = "microbatch" if job.microbatches == 1 else "microbatches"
     lines = [
         f"Plan     {job.model_name}: {total / 1e9:,.1f} B parameters, {active / 1e9:,.1f} B active, "
         f"{f.n_layers} layers{mtp}",
         f"         {job.gpus:,} x {job.hardware.name}, {job.precision}; {shards}{', ' + others if others else ''}; "
         f"dispatcher {job.dispatcher}, {job.routing.replace('_', ' ')} routing; recompute {recompute}",
         f"         {job.global_batch_size:,} sequences x {job.seq_len:,} = {job.tokens_per_step / 1e6:,.2f} M tokens "
-        f"per step: {job.microbatches} microbatches of {job.micro_batch_size} x {job.dp} data-parallel ranks",
+        f"per step: {job.microbatches} {plural} of {job.micro_batch_size} x {job.dp} data-parallel ranks",
     ]
     if job.pp > 1:
         sizes = " ".join(str(stage.layers) for stage in job.stages)
