@@ -24,7 +24,7 @@ from tests.distributed.harness import Case, run_cases  # noqa: E402
 MODEL = [
     *("--model.dim=512", "--model.n_layers=6", "--model.moe_hidden_dim=512", "--model.dense_hidden_dim=1536"),
     *("--model.q_lora_rank=128", "--model.kv_lora_rank=128", "--model.n_heads=4"),
-    *("--training.seq_len=256", "--training.mixed_precision_param=bfloat16", "--training.local_batch_size=1"),
+    *("--training.seq_len=256", "--training.local_batch_size=1"),
     *("--training.global_batch_size=-1", "--validation.enable=false", "--parallelism.expert_parallel_degree=2"),
 ]
 SETTINGS = {

@@ -50,6 +50,15 @@ def report(
     logger.info(f"Run folder {folder}, attempt {attempt}; device {metrics.memory.device_name}, peak {peak}")
     logger.info(f"Model {config.model.name} {config.model.flavor}: {total:,} parameters, {active:,} active per token")
     logger.info(f"Parameters {t.dtype}, compute {t.mixed_precision_param}, reduction {t.mixed_precision_reduce}")
+    if (
+        t.mixed_precision_param == "bfloat16"
+        and DEVICE_TYPE == "cpu"
+        and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
+        logger.warning(
+            "This CPU has no instructions for bfloat16 and computes in it about ten times as slowly as in float32; "
+            'training.mixed_precision_param = "float32" is faster'
+        )
     if parallel_dims.pp_enabled:
         logger.info(pipeline_layout(config, model_flavor(config)).report())
     for line in [*moe_report(config, parallel_dims), recompute_report(config)]:
