@@ -44,6 +44,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_moe.config import Config
 from titan_moe.config_check import microbatch_size
+from titan_moe.mistakes import is_mistake
 from titan_moe.mixture import Mixture, Shard
 from titan_moe.packing import State
 from titan_moe.sources.listing import Source
@@ -90,11 +91,23 @@ class PackedDataset(IterableDataset):
         start = self.start_sample + (self.dp_rank - self.start_sample) % R  # the next that is r mod R
         return [start + (first + i) * R for i in range(count)]
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:
+    def __iter__(self) -> Iterator[tuple[np.ndarray, ...] | str]:
+        """The parts of all runs; from a worker, a user's mistake comes as a value, its message: torch would raise it in
+        code of its own with the worker's traceback for a message, and nobody could tell whose fault it was."""
+        info = get_worker_info()
+        if info is None:
+            yield from self._parts(0, 1)
+            return
+        try:
+            yield from self._parts(info.id, info.num_workers)
+        except ValueError as error:
+            if not is_mistake(error):
+                raise
+            yield str(error)
+
+    def _parts(self, worker: int, workers: int) -> Iterator[tuple[np.ndarray, ...]]:
         """(input_BL, positions_BL, labels_BL, states) of a batch; or, in a worker, of its part of a run. The states are
         those of a sample's shard right after that sample."""
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
         shards: dict[int, Shard] = {}
         for run in self.runs(workers):
             columns: list[list] = [[], [], [], []]
@@ -162,7 +175,12 @@ class PackedDataLoader(StatefulDataLoader):
         """One sample at a time, in order: (input_L, positions_L, labels_L, states)."""
         workers = max(self.num_workers, 1)
         for run in self._data.runs(workers):
-            parts = [zip(*next(iterator), strict=True) for _ in range(workers)]
+            parts = []
+            for _ in range(workers):
+                part = next(iterator)
+                if isinstance(part, str):
+                    raise ValueError(part)
+                parts.append(zip(*part, strict=True))
             for _, worker in run:
                 yield next(parts[worker])
 
