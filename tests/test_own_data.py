@@ -227,6 +227,36 @@ def test_skipped_documents_are_counted_over_epochs_resumes_and_workers(
     assert caplog.text.count("left out so far") <= 20
 
 
+def test_a_run_that_stopped_at_a_broken_document_goes_on_without_it(tmp_path: Path) -> None:
+    """As the message advises: from the last checkpoint, with what it had still to read; and back again."""
+    folder = write(tmp_path, {"a.jsonl": jsonl(TEXTS[:30]) + b"broken\n" + jsonl(TEXTS[30:])})
+    config = config_of(DataSource(dataset=folder))
+    listing = list_all(config)
+    (loader,) = ranks_at(listing.training, 1, 4, None)
+    rows, state = [], {}
+
+    def train() -> None:
+        nonlocal state
+        for batch in loader:
+            rows.extend(sorted(rows_of(batch)))
+            state = loader.state_dict()
+
+    with pytest.raises(ValueError, match=r"a\.jsonl:31: is not JSON.*set on_error"):
+        train()
+    assert len(rows) > 4
+    record.save(listing, tmp_path)
+    config.training.dataloader.on_error = "skip"
+    skipping = list_all(config)
+    assert record.changes(skipping, tmp_path) == []
+    (straight,) = ranks_at(skipping.training, 1, 4, None)
+    expected, after = run([straight], len(rows) // 4 + 20)
+    more, _ = run(ranks_at(skipping.training, 1, 4, state), 20)
+    assert rows + more == expected and straight.skipped
+    (raising,) = ranks_at(listing.training, 1, 4, after)
+    with pytest.raises(ValueError, match=r"a\.jsonl:31: is not JSON"):
+        run([raising], 100)
+
+
 def test_a_shard_of_broken_lines_alone_is_an_error_too(tmp_path: Path) -> None:
     source = listed(write(tmp_path, {"a.jsonl": b"broken\n" * 30}), on_error="skip")
     with pytest.raises(ValueError, match=r"shard \d has no document in its \d+ pieces, of a\.jsonl: \d+ were skipped"):
@@ -416,7 +446,7 @@ def test_what_changed_between_two_starts_is_named(tmp_path: Path) -> None:
     assert "changed: gone: 0.jsonl" in change(lambda p: (p / "a/0.jsonl").unlink(), at("2"))[0]
     assert "new: z.jsonl" in change(lambda p: (p / "a/z.jsonl").write_bytes(jsonl(["z"])), at("3"))[0]
     assert "b.txt (100000 bytes" in change(lambda p: same_size(p / "b.txt", 50_000), at("4"))[0]
-    assert "how it is read has: its name, options" in change(lambda p: None, at("5"), on_error="skip")[0]
+    assert "how it is read has: its name, options" in change(lambda p: None, at("5"), add_eos=False)[0]
     everything = change(lambda p: [f.write_bytes(jsonl(["y"])) for f in (p / "a").iterdir()], at("6"))[0]
     assert everything.count("->") == 3 and everything.endswith("and 3 more")
     assert change(lambda p: None, at("7"), weight=2.0) == []  # not the data: the checkpoint minds

@@ -47,7 +47,7 @@ class Source:
     files: Sequence[File] = ()
     revision: str = ""  # of what has no local files
     made_by: dict[str, Any] = field(default_factory=dict)  # of token ids: what meta.json says
-    fingerprint: str = ""  # of all of the above but weight, and where the files lie; see `record.py`
+    fingerprint: str = ""  # of all of the above but weight, on_error, and where the files lie; see `record.py`
 
 
 def list_source(
