@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from tests.pieces import TOKENIZER, documents_of, jsonl, listed, write, write_to
 from titan_moe import tokenize
 from titan_moe.config import Config
 from titan_moe.preflight import data_problems
-from titan_moe.sources import tokens
+from titan_moe.sources import piece, tokens
+from titan_moe.sources.lines import LinePiece
 from titan_moe.tokenizer import build_tokenizer
 
 REPO = Path(__file__).parents[1]
@@ -76,6 +78,28 @@ def test_the_command(tmp_path: Path) -> None:
     assert f"Skipped {tmp_path.resolve()}/texts/a.jsonl:2: is not JSON" in done.stderr and "100%" in done.stderr
     again = run("--on_error=skip")
     assert again.returncode == 2 and again.stderr == "ids exists: choose another, or remove it\n"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_only_what_is_shown_of_the_skipped_is_looked_up(
+    tmp_path: Path, processes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line of a document is found by counting from the start of the file: for each of many, that takes days."""
+    looked_up, where = [], LinePiece.where
+
+    def counting(piece: LinePiece, document: int, at: int = 0) -> str:
+        looked_up.append(document)
+        return where(piece, document, at)
+
+    monkeypatch.setattr(LinePiece, "where", counting)
+    monkeypatch.setattr(piece, "MIN_PIECE_BYTES", 100)
+    folder = write(tmp_path / "texts", {"a.jsonl": (b"broken\n" * 3 + jsonl(["x"])) * 50})
+    source = listed(folder, on_error="skip")
+    assert len(source.pieces) > 10
+    assert tokenize.write(source, TOKENIZER, "", tmp_path / "ids", processes)["skipped"] == 150
+    assert len(looked_up) == 5
+    shown = [line for line in capsys.readouterr().err.splitlines() if "Skipped" in line]
+    assert [re.search(r"a\.jsonl:(\d+): ", line)[1] for line in shown] == ["1", "2", "3", "5", "6"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

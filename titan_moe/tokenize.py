@@ -29,7 +29,7 @@ from numpy.lib import format as npy
 from tqdm import tqdm
 
 from titan_moe.config import DataSource
-from titan_moe.packing import Encoder
+from titan_moe.packing import SHOWN_FAULTS, Encoder
 from titan_moe.sources import tokens
 from titan_moe.sources.listing import Source, list_source
 from titan_moe.sources.piece import Fault, Piece
@@ -45,21 +45,25 @@ class Encoded:
 
     ids: np.ndarray
     lengths: np.ndarray
-    skipped: list[str]
+    skipped: int
+    first: list[tuple[int, Fault]]
+    """A few of the skipped, by number: what file and line each is costs a look at all lines before it"""
 
 
 def encode(piece: Piece, encoder: Encoder, dtype: str) -> Encoded:
     found: list[np.ndarray] = []
-    skipped: list[str] = []
+    skipped, first = 0, []
     for number, ids in enumerate(_encoded(piece, encoder)):
         if isinstance(ids, Fault):
             if encoder.source.on_error == "raise":
                 encoder.take(ids, piece, number)
-            skipped.append(f"{piece.where(number, ids.at)}: {ids.reason}")
+            skipped += 1
+            if skipped <= SHOWN_FAULTS:
+                first.append((number, ids))
         elif ids.size:
             found.append(ids.astype(dtype))
     lengths = np.array([ids.size for ids in found], np.int64)
-    return Encoded(np.concatenate(found) if found else np.empty(0, dtype), lengths, skipped)
+    return Encoded(np.concatenate(found) if found else np.empty(0, dtype), lengths, skipped, first)
 
 
 def _encoded(piece: Piece, encoder: Encoder) -> Iterator[np.ndarray | Fault]:
@@ -144,9 +148,9 @@ def write(source: Source, tokenizer: Tokenizer, hf_assets_path: str, folder: Pat
                 offsets.append(ids.length + np.cumsum(encoded.lengths))
                 ids.append(encoded.ids)
                 digest.update(encoded.ids.data)
-                for reason in encoded.skipped[: max(5 - skipped, 0)]:
-                    tqdm.write(f"Skipped {reason}", file=sys.stderr)
-                skipped += len(encoded.skipped)
+                for number, fault in encoded.first[: max(SHOWN_FAULTS - skipped, 0)]:
+                    tqdm.write(f"Skipped {piece.where(number, fault.at)}: {fault.reason}", file=sys.stderr)
+                skipped += encoded.skipped
                 bar.update(piece.size)
                 bar.set_postfix_str(f"{ids.length:,} tokens, {skipped:,} skipped", refresh=False)
         if not ids.length:
