@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.pieces import (
     TOKENIZER,
@@ -225,6 +228,37 @@ def test_skipped_documents_are_counted_over_epochs_resumes_and_workers(
     assert straight.statistics(None, torch.device("cpu")) == {"skipped_documents": skipped[2]}
     assert make_loader(replace(source, on_error="raise")).statistics(None, torch.device("cpu")) == {}
     assert caplog.text.count("left out so far") <= 20
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_stream_that_shards_take_turns_at_is_counted_once(
+    tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample of the second source is one document, with a broken one before it; its k-th in shard s of four is number
+    4 * k + s of the stream."""
+    write(tmp_path, {"b.jsonl": b"broken\n" + jsonl(["b" * 6])} | {f"a/{i}.jsonl": jsonl(["a"] * 9) for i in range(6)})
+    sources = [listed(str(tmp_path / name), on_error="skip") for name in ("a", "b.jsonl")]
+    loaders = ranks_at(sources, ranks, 4, None)
+    assert [len(dealt) for dealt in loaders[0]._data.mixture.pieces] == [4, 1]
+    taken = Counter(
+        g % 4
+        for rank, loader in enumerate(loaders)
+        for i, row in enumerate(row for batch in itertools.islice(loader, 12) for row in rows_of(batch))
+        if b"b" in row[0]
+        for g in [rank + ranks * i]
+    )
+    samples = max(4 * k + s - 3 for s, k in taken.items())
+    assert len(taken) == 4 and samples > 10
+
+    def over_all_ranks(counts: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == dist.ReduceOp.MAX
+        counts.copy_(torch.stack([loader._skipped_by_stream() for loader in loaders]).amax(0))
+
+    monkeypatch.setattr(dist, "all_reduce", over_all_ranks)
+    mesh = SimpleNamespace(get_group=lambda: None)
+    for loader in loaders:
+        assert loader.statistics(mesh, torch.device("cpu")) == {"skipped_documents": samples}  # pyrefly: ignore
+        assert loader.skipped <= samples
 
 
 def test_a_run_that_stopped_at_a_broken_document_goes_on_without_it(tmp_path: Path) -> None:

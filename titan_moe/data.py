@@ -187,18 +187,25 @@ class PackedDataLoader(StatefulDataLoader):
     @property
     def skipped(self) -> int:
         """Documents of this rank's shards that on_error = "skip" has left out, every epoch's."""
-        return sum(int(state[:, -1].sum()) for state in self._states.values())
+        return int(self._skipped_by_stream().sum())
+
+    def _skipped_by_stream(self) -> torch.Tensor:
+        """Of each stream of each source. Shards that take turns at one all hold its count, up to where each stands."""
+        shards, states = torch.tensor([*self._states]), torch.stack([*self._states.values()])
+        counts = [
+            torch.zeros(len(dealt), dtype=torch.int64).scatter_reduce(0, shards % len(dealt), states[:, i, -1], "amax")
+            for i, dealt in enumerate(self._data.mixture.pieces)
+        ]
+        return torch.cat(counts)
 
     def statistics(self, mesh: DeviceMesh | None, device: torch.device) -> dict[str, int]:
         """For the log (all ranks of the batch mesh participate): what on_error = "skip" left out on all of them."""
         if not self._counts_skipped:
             return {}
-        # Of ranks that read the same shards, the first counts.
-        mine = self.skipped if self._data.dp_rank == self._data.shards.start else 0
-        total = torch.tensor(mine, device=device)
+        counts = self._skipped_by_stream().to(device)
         if mesh is not None:
-            dist.all_reduce(total, group=mesh.get_group())
-        return {"skipped_documents": int(total)}
+            dist.all_reduce(counts, dist.ReduceOp.MAX, mesh.get_group())  # ranks can read the same stream
+        return {"skipped_documents": int(counts.sum())}
 
     def _show_skipped(self) -> None:
         if self._counts_skipped and (skipped := self.skipped) >= max(2 * self._skipped_shown, 1):
