@@ -105,6 +105,12 @@ def test_what_cannot_be_read_as_text_is_refused(tmp_path: Path, monkeypatch: pyt
     write(tmp_path, {"a.gz": b"{}"})
     with pytest.raises(ValueError, match=r"a\.gz is not plain text"):
         list_documents(f"{tmp_path}/*")
+    for name in ("b.jsonl.zst", "C.Gz", "d.arrow"):  # not left out without a word
+        folder = write(tmp_path / name, {"a.txt": b"x", f"deep/{name}": b"x"})
+        with pytest.raises(ValueError, match=rf"deep/{name} is not plain text: .* or leave it out with a glob"):
+            list_documents(folder)
+        assert names(list_documents(f"{folder}/**/*.txt")) == ["a.txt"]
+    (tmp_path / "a.gz").unlink()
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"b\.txt cannot be read"):
         list_documents(str(tmp_path))

@@ -90,7 +90,8 @@ def _find(name: str, path: str) -> tuple[list[File], str]:
         return _files(root, _walk(root, (".py",), STDLIB_LEFT_OUT)), f".py files under {root}"
     if os.path.isdir(path):
         suffixes = (*TEXT_SUFFIXES, *KIND_OF_SUFFIX)
-        return _files(path, _walk(path, suffixes, set())), f"{' '.join(suffixes)} files under {path}"
+        packed = tuple({*PACKED_SUFFIXES} - {".npy"})  # found too, to be refused; arrays are no texts to be missed
+        return _files(path, _walk(path, (*suffixes, *packed), set())), f"{' '.join(suffixes)} files under {path}"
     if os.path.exists(path):
         return _files(os.path.dirname(path), [path]), f"text in {path}"
     if glob.has_magic(path):
@@ -136,7 +137,8 @@ def _kind(name: str, files: list[File]) -> Kind:
     for file in files:
         if file.name.lower().endswith(PACKED_SUFFIXES) and not file.name.endswith("tokens.npy"):
             raise ValueError(
-                f"{file.path} is not plain text: write its texts to .jsonl or .txt files and train on those"
+                f"{file.path} is not plain text: write its texts to .jsonl or .txt files and train on those, or "
+                "leave it out with a glob"
             )
         if file.name.endswith("tokens.npy"):
             raise ValueError(f"{file.path} holds token ids: name the folder that python -m titan_moe.tokenize wrote")
