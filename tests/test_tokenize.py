@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -102,22 +101,27 @@ def test_only_what_is_shown_of_the_skipped_is_looked_up(
     assert [re.search(r"a\.jsonl:(\d+): ", line)[1] for line in shown] == ["1", "2", "3", "5", "6"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_nothing_half_written_has_the_name(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_nothing_half_written_has_the_name(tmp_path: Path, number: signal.Signals, status: int, processes: int) -> None:
+    """Nor does a process stay, whose end of the pipe would be open, or a traceback tell what Ctrl-C is."""
     write(tmp_path, {f"texts/{i}.txt": b"x" for i in range(300)})
     (tmp_path / "slow.py").write_text(
         "import sys, time\nfrom titan_moe import tokenize\nplain = tokenize.encode\n"
         "def encode(*arguments):\n    time.sleep(0.1)\n    return plain(*arguments)\n"
-        "tokenize.encode = encode\nsys.exit(tokenize.main(['texts', 'ids']))\n"
+        "tokenize.encode = encode\n"
+        f"if __name__ == '__main__':\n    sys.exit(tokenize.main(['texts', 'ids', '--processes={processes}']))\n"
     )
     env = {**os.environ, "PYTHONPATH": str(REPO)}
-    process = subprocess.Popen([sys.executable, "slow.py"], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "ids.partial" / "offsets.npy").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    process = subprocess.Popen([sys.executable, "slow.py"], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for progress in process.stderr:  # a line is over when the bar moves
+        if re.search(r"\| [1-9]", progress):
+            break
     process.send_signal(number)
-    assert process.wait(30) != 0
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == status and "Traceback" not in told
+    assert number != signal.SIGINT or told.endswith("Interrupted\n")
     assert not (tmp_path / "ids").exists()
     if number == signal.SIGKILL:  # it could not clean up; the next one says so
         source = listed(str(tmp_path / "texts"))

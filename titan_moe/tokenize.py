@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO
 
@@ -83,7 +85,16 @@ _encoder: Encoder | None = None  # of a worker process
 def _start(source: Source, tokenizer: Tokenizer) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = Encoder(source, tokenizer)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed outright tells nobody, and the pool's processes would wait for work for ever."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _encode(piece: Piece, dtype: str) -> Encoded:
@@ -228,6 +239,9 @@ def main(argv: list[str]) -> int:
         if source.kind == "tokens":
             raise ValueError(f"{arguments.text} holds token ids already")
         meta = write(source, tokenizer, arguments.hf_assets_path, arguments.folder, arguments.processes)
+    except KeyboardInterrupt:
+        print("Interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
