@@ -261,6 +261,14 @@ def test_a_stream_that_shards_take_turns_at_is_counted_once(
         assert loader.skipped <= samples
 
 
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["c"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["text", "text", "body"]), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r'a\.parquet has several columns "text"; rename them'):
+        listed(str(tmp_path))
+    assert documents_of(listed(str(tmp_path), text_field="body")) == [b"c"]
+
+
 def test_a_run_that_stopped_at_a_broken_document_goes_on_without_it(tmp_path: Path) -> None:
     """As the message advises: from the last checkpoint, with what it had still to read; and back again."""
     folder = write(tmp_path, {"a.jsonl": jsonl(TEXTS[:30]) + b"broken\n" + jsonl(TEXTS[30:])})
