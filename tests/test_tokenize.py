@@ -208,6 +208,37 @@ def test_folders_that_are_not_whole(ids: Path) -> None:
         listed(str(ids))
 
 
+@pytest.mark.parametrize("check", [1, 7, 1 << 20])
+def test_offsets_that_no_writing_has(ids: Path, check: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would end a run with a traceback, or train on other documents than were written."""
+    monkeypatch.setattr(tokens, "CHECK", check)
+    whole = np.load(ids / "offsets.npy")
+    moved, swapped, last = whole.copy(), whole.copy(), whole.copy()
+    moved[0], swapped[[7, 8]], last[-2] = 1, whole[[8, 7]], whole[-1] + 1
+    for offsets, message in (
+        (moved, r"begins with 1, not with 0"),
+        (swapped, r"decreases after document 7"),
+        (last, r"decreases after document 39"),
+        (whole[None], r"offsets\.npy 2 of int64, not 1 of int64"),
+        (whole.astype(np.uint64), r"offsets\.npy 1 of uint64"),
+        (whole.astype(float), r"offsets\.npy 1 of float64"),
+    ):
+        np.save(ids / "offsets.npy", offsets)
+        tokens._arrays.cache_clear()
+        with pytest.raises(ValueError, match=rf"ids cannot be read: .*{message}.*Write it again"):
+            listed(str(ids))
+    (ids / "offsets.npy").write_bytes(b"")
+    tokens._arrays.cache_clear()
+    with pytest.raises(ValueError, match=r"ids cannot be read: No data left in file"):
+        listed(str(ids))
+    np.save(ids / "offsets.npy", whole)
+    tokens._arrays.cache_clear()
+    assert listed(str(ids)).pieces
+    np.save(ids / "tokens.npy", np.load(ids / "tokens.npy")[None])
+    with pytest.raises(ValueError, match=r"ids cannot be read: tokens\.npy has 2 dimensions"):
+        listed(str(ids))
+
+
 def test_numpys_header_has_the_size_that_is_left_for_it(tmp_path: Path) -> None:
     for length in (0, 1, 10**6):
         file = tokenize.VectorFile(tmp_path / "a.npy", "uint16")
