@@ -1,14 +1,18 @@
 """How an error ends the run: a user's mistake as a message, once; anything else with its traceback."""
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.pieces import jsonl, listed, made, make_loader, write
 from titan_moe import config_file, mistakes
 from titan_moe.config import Config
 from titan_moe.mistakes import ConfigError, readable
+from titan_moe.mixture import Shard
 from titan_moe.tokenizer import build_tokenizer
 
 
@@ -40,6 +44,37 @@ def test_a_users_mistake_is_a_message(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setenv("RANK", "0")
     assert ends(no_tokenizer, capsys).startswith("model.hf_assets_path = '/no/such/folder': there is no file")
     assert ends(wrong_degree, capsys).startswith("configuration for 2 processes: 1 mistake\n    parallelism.data_par")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_broken_data_is_a_message_from_a_worker_too(
+    tmp_path: Path, num_workers: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same one; torch alone would raise it in its own code, with the worker's traceback."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    # Ending the worker of an iterator that the garbage collector found takes this long.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    source = listed(write(tmp_path, {"a.jsonl": jsonl(["a"] * 2000) + b"broken\n" + jsonl(["b"] * 2000)}))
+
+    def train() -> None:
+        for _ in make_loader(source, num_workers=num_workers):
+            pass
+
+    message = ends(train, capsys)
+    assert message.startswith(f"{tmp_path.resolve()}/a.jsonl:2001: is not JSON") and message.count("\n") == 1
+    gc.collect()
+
+
+def test_a_fault_of_ours_in_a_worker_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unpacks(self: Shard, k: int) -> None:
+        _, _ = [k]
+
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    monkeypatch.setattr(Shard, "sample", unpacks)
+    with pytest.raises(ValueError, match=r"Traceback[\s\S]*in unpacks[\s\S]*not enough values to unpack") as error:
+        next(iter(make_loader(made(5, 5, 5, 5), num_workers=1)))
+    assert not mistakes.is_mistake(error.value)
+    gc.collect()
 
 
 def test_a_configuration_is_told_by_rank_0_and_another_mistake_by_the_rank_that_has_it(

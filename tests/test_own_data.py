@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.pieces import (
     TOKENIZER,
@@ -227,6 +230,75 @@ def test_skipped_documents_are_counted_over_epochs_resumes_and_workers(
     assert caplog.text.count("left out so far") <= 20
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_stream_that_shards_take_turns_at_is_counted_once(
+    tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample of the second source is one document, with a broken one before it; its k-th in shard s of four is number
+    4 * k + s of the stream."""
+    write(tmp_path, {"b.jsonl": b"broken\n" + jsonl(["b" * 6])} | {f"a/{i}.jsonl": jsonl(["a"] * 9) for i in range(6)})
+    sources = [listed(str(tmp_path / name), on_error="skip") for name in ("a", "b.jsonl")]
+    loaders = ranks_at(sources, ranks, 4, None)
+    assert [len(dealt) for dealt in loaders[0]._data.mixture.pieces] == [4, 1]
+    taken = Counter(
+        g % 4
+        for rank, loader in enumerate(loaders)
+        for i, row in enumerate(row for batch in itertools.islice(loader, 12) for row in rows_of(batch))
+        if b"b" in row[0]
+        for g in [rank + ranks * i]
+    )
+    samples = max(4 * k + s - 3 for s, k in taken.items())
+    assert len(taken) == 4 and samples > 10
+
+    def over_all_ranks(counts: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == dist.ReduceOp.MAX
+        counts.copy_(torch.stack([loader._skipped_by_stream() for loader in loaders]).amax(0))
+
+    monkeypatch.setattr(dist, "all_reduce", over_all_ranks)
+    mesh = SimpleNamespace(get_group=lambda: None)
+    for loader in loaders:
+        assert loader.statistics(mesh, torch.device("cpu")) == {"skipped_documents": samples}  # pyrefly: ignore
+        assert loader.skipped <= samples
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["c"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["text", "text", "body"]), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r'a\.parquet has several columns "text"; rename them'):
+        listed(str(tmp_path))
+    assert documents_of(listed(str(tmp_path), text_field="body")) == [b"c"]
+
+
+def test_a_run_that_stopped_at_a_broken_document_goes_on_without_it(tmp_path: Path) -> None:
+    """As the message advises: from the last checkpoint, with what it had still to read; and back again."""
+    folder = write(tmp_path, {"a.jsonl": jsonl(TEXTS[:30]) + b"broken\n" + jsonl(TEXTS[30:])})
+    config = config_of(DataSource(dataset=folder))
+    listing = list_all(config)
+    (loader,) = ranks_at(listing.training, 1, 4, None)
+    rows, state = [], {}
+
+    def train() -> None:
+        nonlocal state
+        for batch in loader:
+            rows.extend(sorted(rows_of(batch)))
+            state = loader.state_dict()
+
+    with pytest.raises(ValueError, match=r"a\.jsonl:31: is not JSON.*set on_error"):
+        train()
+    assert len(rows) > 4
+    record.save(listing, tmp_path)
+    config.training.dataloader.on_error = "skip"
+    skipping = list_all(config)
+    assert record.changes(skipping, tmp_path) == []
+    (straight,) = ranks_at(skipping.training, 1, 4, None)
+    expected, after = run([straight], len(rows) // 4 + 20)
+    more, _ = run(ranks_at(skipping.training, 1, 4, state), 20)
+    assert rows + more == expected and straight.skipped
+    (raising,) = ranks_at(listing.training, 1, 4, after)
+    with pytest.raises(ValueError, match=r"a\.jsonl:31: is not JSON"):
+        run([raising], 100)
+
+
 def test_a_shard_of_broken_lines_alone_is_an_error_too(tmp_path: Path) -> None:
     source = listed(write(tmp_path, {"a.jsonl": b"broken\n" * 30}), on_error="skip")
     with pytest.raises(ValueError, match=r"shard \d has no document in its \d+ pieces, of a\.jsonl: \d+ were skipped"):
@@ -416,7 +488,7 @@ def test_what_changed_between_two_starts_is_named(tmp_path: Path) -> None:
     assert "changed: gone: 0.jsonl" in change(lambda p: (p / "a/0.jsonl").unlink(), at("2"))[0]
     assert "new: z.jsonl" in change(lambda p: (p / "a/z.jsonl").write_bytes(jsonl(["z"])), at("3"))[0]
     assert "b.txt (100000 bytes" in change(lambda p: same_size(p / "b.txt", 50_000), at("4"))[0]
-    assert "how it is read has: its name, options" in change(lambda p: None, at("5"), on_error="skip")[0]
+    assert "how it is read has: its name, options" in change(lambda p: None, at("5"), add_eos=False)[0]
     everything = change(lambda p: [f.write_bytes(jsonl(["y"])) for f in (p / "a").iterdir()], at("6"))[0]
     assert everything.count("->") == 3 and everything.endswith("and 3 more")
     assert change(lambda p: None, at("7"), weight=2.0) == []  # not the data: the checkpoint minds

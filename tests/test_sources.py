@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pieces import listed, made, make_loader, write
+from tests.pieces import documents_of, jsonl, listed, made, make_loader, write
 from titan_moe.sources import piece, text
 from titan_moe.sources.piece import Piece
 from titan_moe.sources.split import split as split_source
@@ -42,6 +44,28 @@ def test_folder(tmp_path: Path) -> None:
     documents = list_documents(folder)
     assert names(documents) == ["Z.txt", "a.py", "a/b/c.rst", "a/z.md", "b.txt"]
     assert [document.read().decode() for document in documents] == names(documents)
+
+
+def test_a_suffix_counts_in_any_case(tmp_path: Path) -> None:
+    """As plain text, a model would learn the braces of JSON, or bytes that are compressed."""
+    for name in ("a.jsonl", "b.JSONL", "c.ndjson"):
+        for dataset in (write(tmp_path / name, {name: jsonl(["text"])}), str(tmp_path / name / name)):
+            source = listed(dataset)
+            assert source.kind == "lines" and documents_of(source) == [b"text"]
+    pq.write_table(pa.table({"text": ["text"]}), tmp_path / "a.PARQUET")
+    assert documents_of(listed(str(tmp_path / "a.PARQUET"))) == [b"text"]
+    assert names(list_documents(write(tmp_path / "texts", {"A.TXT": b"x", "b.Md": b"x"}))) == ["A.TXT", "b.Md"]
+    write(tmp_path, {"a.GZ": b"x"})
+    with pytest.raises(ValueError, match=r"a\.GZ is not plain text"):
+        listed(str(tmp_path / "a.GZ"))
+
+
+def test_a_json_file_is_not_taken_for_text(tmp_path: Path) -> None:
+    write(tmp_path, {"a.json": b"[]", "b.Json": b"[]", "c.txt": b"x"})
+    for dataset in ("a.json", "b.Json", "*.json"):
+        with pytest.raises(ValueError, match=r"\.[jJ]son would be .* rename it to \.jsonl if each line is an object"):
+            listed(f"{tmp_path}/{dataset}")
+    assert names(list_documents(f"{tmp_path}/*")) == ["a.json", "b.Json", "c.txt"]  # a folder of code has some
 
 
 def test_glob_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +105,12 @@ def test_what_cannot_be_read_as_text_is_refused(tmp_path: Path, monkeypatch: pyt
     write(tmp_path, {"a.gz": b"{}"})
     with pytest.raises(ValueError, match=r"a\.gz is not plain text"):
         list_documents(f"{tmp_path}/*")
+    for name in ("b.jsonl.zst", "C.Gz", "d.arrow"):  # not left out without a word
+        folder = write(tmp_path / name, {"a.txt": b"x", f"deep/{name}": b"x"})
+        with pytest.raises(ValueError, match=rf"deep/{name} is not plain text: .* or leave it out with a glob"):
+            list_documents(folder)
+        assert names(list_documents(f"{folder}/**/*.txt")) == ["a.txt"]
+    (tmp_path / "a.gz").unlink()
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"b\.txt cannot be read"):
         list_documents(str(tmp_path))

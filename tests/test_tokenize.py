@@ -2,10 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,8 @@ from tests.pieces import TOKENIZER, documents_of, jsonl, listed, write, write_to
 from titan_moe import tokenize
 from titan_moe.config import Config
 from titan_moe.preflight import data_problems
-from titan_moe.sources import tokens
+from titan_moe.sources import piece, tokens
+from titan_moe.sources.lines import LinePiece
 from titan_moe.tokenizer import build_tokenizer
 
 REPO = Path(__file__).parents[1]
@@ -78,22 +79,49 @@ def test_the_command(tmp_path: Path) -> None:
     assert again.returncode == 2 and again.stderr == "ids exists: choose another, or remove it\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_nothing_half_written_has_the_name(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_only_what_is_shown_of_the_skipped_is_looked_up(
+    tmp_path: Path, processes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line of a document is found by counting from the start of the file: for each of many, that takes days."""
+    looked_up, where = [], LinePiece.where
+
+    def counting(piece: LinePiece, document: int, at: int = 0) -> str:
+        looked_up.append(document)
+        return where(piece, document, at)
+
+    monkeypatch.setattr(LinePiece, "where", counting)
+    monkeypatch.setattr(piece, "MIN_PIECE_BYTES", 100)
+    folder = write(tmp_path / "texts", {"a.jsonl": (b"broken\n" * 3 + jsonl(["x"])) * 50})
+    source = listed(folder, on_error="skip")
+    assert len(source.pieces) > 10
+    assert tokenize.write(source, TOKENIZER, "", tmp_path / "ids", processes)["skipped"] == 150
+    assert len(looked_up) == 5
+    shown = [line for line in capsys.readouterr().err.splitlines() if "Skipped" in line]
+    assert [re.search(r"a\.jsonl:(\d+): ", line)[1] for line in shown] == ["1", "2", "3", "5", "6"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_nothing_half_written_has_the_name(tmp_path: Path, number: signal.Signals, status: int, processes: int) -> None:
+    """Nor does a process stay, whose end of the pipe would be open, or a traceback tell what Ctrl-C is."""
     write(tmp_path, {f"texts/{i}.txt": b"x" for i in range(300)})
     (tmp_path / "slow.py").write_text(
         "import sys, time\nfrom titan_moe import tokenize\nplain = tokenize.encode\n"
         "def encode(*arguments):\n    time.sleep(0.1)\n    return plain(*arguments)\n"
-        "tokenize.encode = encode\nsys.exit(tokenize.main(['texts', 'ids']))\n"
+        "tokenize.encode = encode\n"
+        f"if __name__ == '__main__':\n    sys.exit(tokenize.main(['texts', 'ids', '--processes={processes}']))\n"
     )
     env = {**os.environ, "PYTHONPATH": str(REPO)}
-    process = subprocess.Popen([sys.executable, "slow.py"], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "ids.partial" / "offsets.npy").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    process = subprocess.Popen([sys.executable, "slow.py"], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for progress in process.stderr:  # a line is over when the bar moves
+        if re.search(r"\| [1-9]", progress):
+            break
     process.send_signal(number)
-    assert process.wait(30) != 0
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == status and "Traceback" not in told
+    assert number != signal.SIGINT or told.endswith("Interrupted\n")
     assert not (tmp_path / "ids").exists()
     if number == signal.SIGKILL:  # it could not clean up; the next one says so
         source = listed(str(tmp_path / "texts"))
@@ -177,6 +205,37 @@ def test_folders_that_are_not_whole(ids: Path) -> None:
         listed(str(ids))
     (ids / "meta.json").unlink()
     with pytest.raises(ValueError, match=r"meta\.json cannot be read: .*written by python -m titan_moe\.tokenize"):
+        listed(str(ids))
+
+
+@pytest.mark.parametrize("check", [1, 7, 1 << 20])
+def test_offsets_that_no_writing_has(ids: Path, check: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would end a run with a traceback, or train on other documents than were written."""
+    monkeypatch.setattr(tokens, "CHECK", check)
+    whole = np.load(ids / "offsets.npy")
+    moved, swapped, last = whole.copy(), whole.copy(), whole.copy()
+    moved[0], swapped[[7, 8]], last[-2] = 1, whole[[8, 7]], whole[-1] + 1
+    for offsets, message in (
+        (moved, r"begins with 1, not with 0"),
+        (swapped, r"decreases after document 7"),
+        (last, r"decreases after document 39"),
+        (whole[None], r"offsets\.npy 2 of int64, not 1 of int64"),
+        (whole.astype(np.uint64), r"offsets\.npy 1 of uint64"),
+        (whole.astype(float), r"offsets\.npy 1 of float64"),
+    ):
+        np.save(ids / "offsets.npy", offsets)
+        tokens._arrays.cache_clear()
+        with pytest.raises(ValueError, match=rf"ids cannot be read: .*{message}.*Write it again"):
+            listed(str(ids))
+    (ids / "offsets.npy").write_bytes(b"")
+    tokens._arrays.cache_clear()
+    with pytest.raises(ValueError, match=r"ids cannot be read: No data left in file"):
+        listed(str(ids))
+    np.save(ids / "offsets.npy", whole)
+    tokens._arrays.cache_clear()
+    assert listed(str(ids)).pieces
+    np.save(ids / "tokens.npy", np.load(ids / "tokens.npy")[None])
+    with pytest.raises(ValueError, match=r"ids cannot be read: tokens\.npy has 2 dimensions"):
         listed(str(ids))
 
 

@@ -2,13 +2,16 @@
 
 import json
 import pickle
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.pieces import write_tokenizer
 from titan_moe.sources.piece import Fault
@@ -163,6 +166,30 @@ def test_errors_name_the_file_and_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json .*Download again"):
         build_tokenizer(str(tmp_path), ROWS)
+
+
+@pytest.mark.parametrize("key", ["eos_token", "bos_token"])
+@pytest.mark.parametrize("named", [3, ["</s>"], {"id": 3}, {"content": 3}, True])
+def test_a_token_that_has_no_name_is_named(tmp_path: Path, key: str, named: object) -> None:
+    write_tokenizer(tmp_path, ["</s>"], {key: named})
+    expected = f"{tmp_path}/tokenizer_config.json: {key} = {json.dumps(named)} is neither"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        build_tokenizer(str(tmp_path), ROWS)
+    (tmp_path / "tokenizer_config.json").write_text(f'["{key}"]')
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is unreadable: it holds no object"):
+        build_tokenizer(str(tmp_path), ROWS)
+
+
+@pytest.mark.parametrize("model", [models.WordLevel, models.WordPiece])
+def test_a_word_that_the_tokenizer_does_not_know_and_has_no_token_for(tmp_path: Path, model: Callable) -> None:
+    library = Tokenizer(model({"a": 0, "</s>": 1}))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["</s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer(str(tmp_path), ROWS)
+    assert encode(tokenizer, b"a a").tolist() == [0, 0, 1]
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot encode a text: .*UNK.*take another tokenizer"):
+        tokenizer.encode([b"a b"])
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused() -> None:

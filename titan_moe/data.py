@@ -44,6 +44,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_moe.config import Config
 from titan_moe.config_check import microbatch_size
+from titan_moe.mistakes import is_mistake
 from titan_moe.mixture import Mixture, Shard
 from titan_moe.packing import State
 from titan_moe.sources.listing import Source
@@ -90,11 +91,23 @@ class PackedDataset(IterableDataset):
         start = self.start_sample + (self.dp_rank - self.start_sample) % R  # the next that is r mod R
         return [start + (first + i) * R for i in range(count)]
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:
+    def __iter__(self) -> Iterator[tuple[np.ndarray, ...] | str]:
+        """The parts of all runs; from a worker, a user's mistake comes as a value, its message: torch would raise it in
+        code of its own with the worker's traceback for a message, and nobody could tell whose fault it was."""
+        info = get_worker_info()
+        if info is None:
+            yield from self._parts(0, 1)
+            return
+        try:
+            yield from self._parts(info.id, info.num_workers)
+        except ValueError as error:
+            if not is_mistake(error):
+                raise
+            yield str(error)
+
+    def _parts(self, worker: int, workers: int) -> Iterator[tuple[np.ndarray, ...]]:
         """(input_BL, positions_BL, labels_BL, states) of a batch; or, in a worker, of its part of a run. The states are
         those of a sample's shard right after that sample."""
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
         shards: dict[int, Shard] = {}
         for run in self.runs(workers):
             columns: list[list] = [[], [], [], []]
@@ -162,25 +175,37 @@ class PackedDataLoader(StatefulDataLoader):
         """One sample at a time, in order: (input_L, positions_L, labels_L, states)."""
         workers = max(self.num_workers, 1)
         for run in self._data.runs(workers):
-            parts = [zip(*next(iterator), strict=True) for _ in range(workers)]
+            parts = []
+            for _ in range(workers):
+                part = next(iterator)
+                if isinstance(part, str):
+                    raise ValueError(part)
+                parts.append(zip(*part, strict=True))
             for _, worker in run:
                 yield next(parts[worker])
 
     @property
     def skipped(self) -> int:
         """Documents of this rank's shards that on_error = "skip" has left out, every epoch's."""
-        return sum(int(state[:, -1].sum()) for state in self._states.values())
+        return int(self._skipped_by_stream().sum())
+
+    def _skipped_by_stream(self) -> torch.Tensor:
+        """Of each stream of each source. Shards that take turns at one all hold its count, up to where each stands."""
+        shards, states = torch.tensor([*self._states]), torch.stack([*self._states.values()])
+        counts = [
+            torch.zeros(len(dealt), dtype=torch.int64).scatter_reduce(0, shards % len(dealt), states[:, i, -1], "amax")
+            for i, dealt in enumerate(self._data.mixture.pieces)
+        ]
+        return torch.cat(counts)
 
     def statistics(self, mesh: DeviceMesh | None, device: torch.device) -> dict[str, int]:
         """For the log (all ranks of the batch mesh participate): what on_error = "skip" left out on all of them."""
         if not self._counts_skipped:
             return {}
-        # Of ranks that read the same shards, the first counts.
-        mine = self.skipped if self._data.dp_rank == self._data.shards.start else 0
-        total = torch.tensor(mine, device=device)
+        counts = self._skipped_by_stream().to(device)
         if mesh is not None:
-            dist.all_reduce(total, group=mesh.get_group())
-        return {"skipped_documents": int(total)}
+            dist.all_reduce(counts, dist.ReduceOp.MAX, mesh.get_group())  # ranks can read the same stream
+        return {"skipped_documents": int(counts.sum())}
 
     def _show_skipped(self) -> None:
         if self._counts_skipped and (skipped := self.skipped) >= max(2 * self._skipped_shown, 1):

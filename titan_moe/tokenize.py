@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO
 
@@ -29,7 +31,7 @@ from numpy.lib import format as npy
 from tqdm import tqdm
 
 from titan_moe.config import DataSource
-from titan_moe.packing import Encoder
+from titan_moe.packing import SHOWN_FAULTS, Encoder
 from titan_moe.sources import tokens
 from titan_moe.sources.listing import Source, list_source
 from titan_moe.sources.piece import Fault, Piece
@@ -45,21 +47,25 @@ class Encoded:
 
     ids: np.ndarray
     lengths: np.ndarray
-    skipped: list[str]
+    skipped: int
+    first: list[tuple[int, Fault]]
+    """A few of the skipped, by number: what file and line each is costs a look at all lines before it"""
 
 
 def encode(piece: Piece, encoder: Encoder, dtype: str) -> Encoded:
     found: list[np.ndarray] = []
-    skipped: list[str] = []
+    skipped, first = 0, []
     for number, ids in enumerate(_encoded(piece, encoder)):
         if isinstance(ids, Fault):
             if encoder.source.on_error == "raise":
                 encoder.take(ids, piece, number)
-            skipped.append(f"{piece.where(number, ids.at)}: {ids.reason}")
+            skipped += 1
+            if skipped <= SHOWN_FAULTS:
+                first.append((number, ids))
         elif ids.size:
             found.append(ids.astype(dtype))
     lengths = np.array([ids.size for ids in found], np.int64)
-    return Encoded(np.concatenate(found) if found else np.empty(0, dtype), lengths, skipped)
+    return Encoded(np.concatenate(found) if found else np.empty(0, dtype), lengths, skipped, first)
 
 
 def _encoded(piece: Piece, encoder: Encoder) -> Iterator[np.ndarray | Fault]:
@@ -79,7 +85,16 @@ _encoder: Encoder | None = None  # of a worker process
 def _start(source: Source, tokenizer: Tokenizer) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = Encoder(source, tokenizer)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed outright tells nobody, and the pool's processes would wait for work for ever."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _encode(piece: Piece, dtype: str) -> Encoded:
@@ -144,9 +159,9 @@ def write(source: Source, tokenizer: Tokenizer, hf_assets_path: str, folder: Pat
                 offsets.append(ids.length + np.cumsum(encoded.lengths))
                 ids.append(encoded.ids)
                 digest.update(encoded.ids.data)
-                for reason in encoded.skipped[: max(5 - skipped, 0)]:
-                    tqdm.write(f"Skipped {reason}", file=sys.stderr)
-                skipped += len(encoded.skipped)
+                for number, fault in encoded.first[: max(SHOWN_FAULTS - skipped, 0)]:
+                    tqdm.write(f"Skipped {piece.where(number, fault.at)}: {fault.reason}", file=sys.stderr)
+                skipped += encoded.skipped
                 bar.update(piece.size)
                 bar.set_postfix_str(f"{ids.length:,} tokens, {skipped:,} skipped", refresh=False)
         if not ids.length:
@@ -224,6 +239,9 @@ def main(argv: list[str]) -> int:
         if source.kind == "tokens":
             raise ValueError(f"{arguments.text} holds token ids already")
         meta = write(source, tokenizer, arguments.hf_assets_path, arguments.folder, arguments.processes)
+    except KeyboardInterrupt:
+        print("Interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -58,10 +58,10 @@ class JsonTokenizer:
         # A text that mentions "</s>" must not end its document: special tokens in a text are ordinary characters.
         self._tokenizer.encode_special_tokens = True
         self._file = file
-        self.eos_id = self._special_id(config.get("eos_token"), EOS_NAMES)
+        self.eos_id = self._special_id("eos_token", config, EOS_NAMES)
         # A config that says null, or add_bos_token = false (GPT-2's kind): this model never saw one before a text.
         no_bos = config.get("add_bos_token") is False or config.get("bos_token", "") is None
-        self.bos_id = None if no_bos else self._special_id(config.get("bos_token"), BOS_NAMES)
+        self.bos_id = None if no_bos else self._special_id("bos_token", config, BOS_NAMES)
         if self.eos_id is None:
             raise ValueError(
                 f"{file} has no end-of-document token: no added token {' '.join(EOS_NAMES)}, and no eos_token in a "
@@ -70,8 +70,14 @@ class JsonTokenizer:
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids can have gaps
         self.identity = f"{hashlib.blake2b(content).hexdigest()} {self.bos_id} {self.eos_id}"
 
-    def _special_id(self, named: str | dict | None, usual_names: tuple[str, ...]) -> int | None:
-        name = named["content"] if isinstance(named, dict) else named
+    def _special_id(self, key: str, config: dict, usual_names: tuple[str, ...]) -> int | None:
+        named = config.get(key)
+        name = named.get("content") if isinstance(named, dict) else named
+        if not isinstance(name, str) and named is not None:
+            raise ValueError(
+                f"{self._file.with_name(self._config_name)}: {key} = {json.dumps(named)} is neither a token's name nor "
+                '{"content": "<its name>"}; put the model\'s there'
+            )
         if name is None:
             added = {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
             return next((added[usual] for usual in usual_names if usual in added), None)
@@ -86,7 +92,13 @@ class JsonTokenizer:
     def encode(self, texts: Sequence[bytes], bos: bool = True, eos: bool = True) -> list[np.ndarray | Fault]:
         decoded = [_decode(text) for text in texts]
         good = [text for text in decoded if isinstance(text, str)]
-        done = iter(self._tokenizer.encode_batch_fast(good, add_special_tokens=False))  # fast: no character offsets
+        try:
+            done = iter(self._tokenizer.encode_batch_fast(good, add_special_tokens=False))  # fast: no character offsets
+        except Exception as error:  # a plain one, of a model that lacks a token for what it does not know
+            raise ValueError(
+                f"{self._file} cannot encode a text: {error}. Give its model an unk_token, in its vocabulary, for "
+                "what it does not know, or take another tokenizer"
+            ) from error
         start = [self.bos_id] if bos and self.bos_id is not None else []
         end = [self.eos_id] if eos else []
         return [
@@ -131,6 +143,8 @@ def _special_tokens(file: Path) -> tuple[dict, str]:
             config = json.loads(path.read_bytes()) if path.exists() else {}
         except ValueError as error:
             raise ValueError(f"{path} is unreadable: {error}. Download again") from error
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} is unreadable: it holds no object. Download again")
         if "eos_token" in config or "bos_token" in config or "add_bos_token" in config:
             return config, name
     return {}, "tokenizer_config.json"

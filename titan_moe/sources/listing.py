@@ -13,7 +13,11 @@ from titan_moe.config import DataSource
 from titan_moe.sources import hub, lines, rows, synthetic, text, tokens
 from titan_moe.sources.piece import MAX_DOCUMENT_BYTES, Piece, piece_bytes
 
+Kind = Literal["synthetic", "hub", "tokens", "text", "lines", "rows"]
+
+# Of files in any case: DATA.JSONL is no plain text.
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".py")  # what a folder is searched for; a glob takes any name
+KIND_OF_SUFFIX: dict[str, Kind] = {".jsonl": "lines", ".ndjson": "lines", ".parquet": "rows"}
 # Refused: a model would learn the packaging, not the text.
 PACKED_SUFFIXES = (".arrow", ".npy", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar")
 
@@ -21,8 +25,6 @@ PACKED_SUFFIXES = (".arrow", ".npy", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar
 # long as forty others; the last line is packaged apart from Python by some distributions. 8 MB remain.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "encodings", "pydoc_data"}
 STDLIB_LEFT_OUT |= {"idlelib", "lib2to3", "tkinter", "turtledemo"}
-
-Kind = Literal["synthetic", "hub", "tokens", "text", "lines", "rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Source:
     files: Sequence[File] = ()
     revision: str = ""  # of what has no local files
     made_by: dict[str, Any] = field(default_factory=dict)  # of token ids: what meta.json says
-    fingerprint: str = ""  # of all of the above but weight, and where the files lie; see `record.py`
+    fingerprint: str = ""  # of all of the above but weight, on_error, and where the files lie; see `record.py`
 
 
 def list_source(
@@ -87,8 +89,9 @@ def _find(name: str, path: str) -> tuple[list[File], str]:
         root = sysconfig.get_path("stdlib")
         return _files(root, _walk(root, (".py",), STDLIB_LEFT_OUT)), f".py files under {root}"
     if os.path.isdir(path):
-        suffixes = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
-        return _files(path, _walk(path, suffixes, set())), f"{' '.join(suffixes)} files under {path}"
+        suffixes = (*TEXT_SUFFIXES, *KIND_OF_SUFFIX)
+        packed = tuple({*PACKED_SUFFIXES} - {".npy"})  # found too, to be refused; arrays are no texts to be missed
+        return _files(path, _walk(path, (*suffixes, *packed), set())), f"{' '.join(suffixes)} files under {path}"
     if os.path.exists(path):
         return _files(os.path.dirname(path), [path]), f"text in {path}"
     if glob.has_magic(path):
@@ -108,7 +111,7 @@ def _walk(root: str, suffixes: tuple[str, ...], left_out: set[str]) -> list[str]
     found = []
     for folder, folders, files in os.walk(root, onerror=unreadable):
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
-        found += [os.path.join(folder, name) for name in files if name.endswith(suffixes)]
+        found += [os.path.join(folder, name) for name in files if name.lower().endswith(suffixes)]
     return found
 
 
@@ -132,15 +135,20 @@ def _files(root: str, paths: Iterable[str]) -> list[File]:
 
 def _kind(name: str, files: list[File]) -> Kind:
     for file in files:
-        if file.name.endswith(PACKED_SUFFIXES) and not file.name.endswith("tokens.npy"):
+        if file.name.lower().endswith(PACKED_SUFFIXES) and not file.name.endswith("tokens.npy"):
             raise ValueError(
-                f"{file.path} is not plain text: write its texts to .jsonl or .txt files and train on those"
+                f"{file.path} is not plain text: write its texts to .jsonl or .txt files and train on those, or "
+                "leave it out with a glob"
             )
         if file.name.endswith("tokens.npy"):
             raise ValueError(f"{file.path} holds token ids: name the folder that python -m titan_moe.tokenize wrote")
-    suffixes: dict[str, Kind] = {".jsonl": "lines", ".parquet": "rows"}
+        if file.name.lower().endswith(".json") and name.lower().endswith(".json"):  # not one of many in "src/**"
+            raise ValueError(
+                f"{file.path} would be trained on as plain text, braces and all: rename it to .jsonl if each line is "
+                "an object, to .txt if that is what you want"
+            )
     kinds: dict[Kind, File] = {
-        suffixes.get(os.path.splitext(file.name)[1], "text"): file for file in files if file.size
+        KIND_OF_SUFFIX.get(os.path.splitext(file.name)[1].lower(), "text"): file for file in files if file.size
     }
     if len(kinds) > 1:
         examples = ", ".join(f"{file.name} ({kind})" for kind, file in sorted(kinds.items()))

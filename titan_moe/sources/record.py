@@ -84,9 +84,10 @@ def _refuse_twice(training: list[Source], validation: list[Source]) -> None:
 
 
 def _fingerprint(source: Source, files: dict[str, str]) -> str:
-    """Of what decides which tokens the source has: not of the path to its files, nor of its weight."""
+    """Of what decides which tokens the source has: not of the path to its files, nor of its weight. Nor of on_error: a
+    position counts broken documents too, so a run that stopped at one goes on without it."""
     digest = hashlib.blake2b(digest_size=8)
-    options = (source.kind, source.text_field, source.on_error, source.add_bos, source.add_eos, source.revision)
+    options = (source.kind, source.text_field, source.add_bos, source.add_eos, source.revision)
     digest.update(json.dumps([options, files], sort_keys=True).encode(errors="surrogatepass"))
     for piece in source.pieces:  # which of them: a part may be held out for validation
         digest.update(f"{piece.unit}\0{piece.size}\n".encode(errors="surrogateescape"))

@@ -66,6 +66,8 @@ def pieces(name: str, path: str, size: int, piece_bytes: int, text_field: str) -
     if text_field not in schema.names:
         there = ", ".join(schema.names[:8])
         raise ValueError(f'{path} has no column "{text_field}"; its columns are: {there}. Name one with text_field')
+    if schema.names.count(text_field) > 1:
+        raise ValueError(f'{path} has several columns "{text_field}"; rename them, and name one with text_field')
     kind = schema.field(text_field).type
     if not any(is_text(kind) for is_text in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary)):
         raise ValueError(f'{path}: column "{text_field}" holds {kind}, not text; name another with text_field')

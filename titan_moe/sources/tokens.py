@@ -21,6 +21,7 @@ import numpy as np
 from titan_moe.sources.piece import FilePiece, changed, piece_bytes
 
 FORMAT = 1
+CHECK = 1 << 20  # offsets looked at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,26 @@ def read_meta(folder: str) -> dict[str, Any]:
     return meta
 
 
+def _problem(tokens: np.ndarray, offsets: np.ndarray) -> str | None:
+    """Why the offsets are not where the documents begin. They are all looked at, some 8 bytes a document."""
+    if tokens.ndim != 1 or offsets.ndim != 1 or offsets.dtype != np.int64:
+        return f"tokens.npy has {tokens.ndim} dimensions, offsets.npy {offsets.ndim} of {offsets.dtype}, not 1 of int64"
+    if offsets[0] != 0:
+        return f"offsets.npy begins with {offsets[0]}, not with 0"
+    for start in range(0, offsets.size - 1, CHECK):
+        wrong = np.diff(offsets[start : start + CHECK + 1]) < 0
+        if wrong.any():
+            return f"offsets.npy decreases after document {start + int(wrong.argmax())}"
+    return None
+
+
 def pieces(folder: str, name: str) -> list[TokenPiece]:
     path = os.path.join(folder, "tokens.npy")
     meta = read_meta(folder)
     try:
         tokens, offsets = _arrays(path, os.stat(path).st_mtime_ns)
-        found = (tokens.size, offsets.size - 1, int(offsets[-1]), tokens.dtype.kind)
-    except (OSError, ValueError, IndexError) as error:
+        found = (tokens.size, offsets.size - 1, int(offsets.flat[-1]), tokens.dtype.kind)
+    except (OSError, EOFError, ValueError, TypeError, IndexError) as error:
         raise ValueError(
             f"{folder} cannot be read: {error}. Write it again with python -m titan_moe.tokenize"
         ) from error
@@ -84,6 +98,8 @@ def pieces(folder: str, name: str) -> list[TokenPiece]:
             f"{folder}: meta.json says {meta['tokens']} tokens in {meta['documents']} documents, but the .npy files "
             f"have {found[0]} in {found[1]}, of type {tokens.dtype}: they are not of one writing; write it again"
         )
+    if problem := _problem(tokens, offsets):
+        raise ValueError(f"{folder} cannot be read: {problem}. Write it again with python -m titan_moe.tokenize")
     size = os.path.getsize(path)
     step = piece_bytes(4 * found[0]) // 4  # a token stands for some 4 bytes of text
     cuts = np.searchsorted(offsets, np.arange(0, found[0] + step, step)).clip(max=found[1])
