@@ -26,6 +26,7 @@ from titan_moe import (
     flavors,
     launch,
     mesh_check,
+    mixture_check,
     pipeline_check,
     preflight,
     recompute_facts,
@@ -202,8 +203,15 @@ CASES = [
     case('training.dataset = "gone"'),
     case('[validation]\nenable = true\ndataset = "gone/*.txt"\n[training]\ndataset = "synthetic"'),
     case('[[training.mixture]]\ndataset = ""\n[[training.mixture]]\ndataset = "synthetic"\nweight = 0'),
+    case(
+        '[[training.mixture]]\ndataset = "synthetic"\n[[training.mixture]]\ndataset = "synthetic"\nweight = -1\n'
+        '[[training.mixture]]\nweight = nan\ndataset = "synthetic"'
+    ),
+    case('training.mixture = [\n  { dataset = "synthetic" },\n  { dataset = "synthetic", weight = 1e-9 },\n]'),
+    case('[[training.mixture]]\ndataset = "synthetic"\nweight = 1e308'),
     case('[[training.mixture]]\ndataset = "synthetic"\n[[training.mixture]]\nweigth = 2.0\non_error = "skpi"'),
     case('training.mixture = [\n  { dataset = "gone" },\n]'),
+    case('[[training.mixture]]\ndataset = "gone"\n[[training.mixture]]\nweight = 2\ndataset = "away/*.txt"'),
     case('checkpoint.folder = ""'),
     case('checkpoint.folder = "/x"'),
     case('checkpoint.folder = "x/../.."'),
@@ -323,7 +331,7 @@ def test_every_message_of_a_check_has_a_case() -> None:
     """Each text in the checks that reads like a message, as a pattern, is found among the golden messages."""
     given = GOLDEN.read_text(encoding="utf-8")
     missing = []
-    for module in (config_check, flavors, launch, mesh_check, pipeline_check, recompute_facts):
+    for module in (config_check, flavors, launch, mesh_check, mixture_check, pipeline_check, recompute_facts):
         path = Path(module.__file__ or "")
         for line, pattern in templates(ast.parse(path.read_text(encoding="utf-8"))):
             if not re.search(pattern, given):

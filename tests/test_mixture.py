@@ -76,7 +76,8 @@ def test_light_sources_get_long_blocks_or_a_refusal() -> None:
     assert block_size([1]) == block_size([1, 1]) == 1024
     assert block_size([1, 1 / 1024]) == 32768  # 16 points of the lighter one
     with pytest.raises(
-        ValueError, match=r"weight 1e-07 is 1e-07 of the sum 1\.0000001, fewer than 16 samples in 1,048,5"
+        ValueError,
+        match=r"\[1\]\.weight = 1e-07: is 1e-07 of the sum 1\.0000001, fewer than 16 samples in 1,048,5",
     ):
         block_size([1, 1e-7])
 
@@ -139,4 +140,4 @@ def test_what_is_wrong_in_a_table_is_told(tmp_path) -> None:
     config = Config()
     config.training.mixture = [DataSource(dataset="", weight=0), DataSource(dataset="a", weight=float("nan"))]
     found = [problem for problem in check(config, 1) if "training.mixture" in problem]
-    assert len(found) == 3 and "entry 1 has dataset" in found[0] and "entry 2 (a) has weight = nan" in found[2]
+    assert len(found) == 3 and "[0].dataset = " in found[0] and "[1].weight = nan: must" in found[2]

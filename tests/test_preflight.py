@@ -63,6 +63,23 @@ def test_all_problems_of_all_sources_are_told_together(tmp_path: Path) -> None:
     assert 'training.mixture, "synthetic": add_bos = true, but the tokenizer has no bos token' in found[2]
 
 
+def test_each_source_that_cannot_be_listed_is_told_at_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {"a.jsonl": jsonl(["a"]), "b.gz": b"x"})
+    entries = "".join(f'[[training.mixture]]\ndataset = "{name}"\n' for name in ("gone", "a.jsonl", "b.gz", "away"))
+    write(tmp_path, {"mine.toml": entries.encode()})
+    assert launch.main(["mine.toml", "--validation.enable", "--validation.dataset=lost"], {}) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[:2] for line in lines[1:]] == [
+        ["    mine.toml:2", 'training.mixture[0].dataset = "gone"'],
+        [f"    {tmp_path}/b.gz is not plain text", "write its texts to .jsonl or .txt files and train on those"],
+        ["    mine.toml:8", 'training.mixture[3].dataset = "away"'],
+        ["    command line", 'validation.dataset = "lost"'],
+    ]
+
+
 def test_the_mixture_of_the_docs_is_read_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [part.split("```")[0] for part in DOCS.read_text().split("```toml\n")[1:]]
     assert len(blocks) == 2

@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
 
-from titan_moe import flavors, mesh_check, pipeline_check, recompute_facts
+from titan_moe import flavors, mesh_check, mixture_check, pipeline_check, recompute_facts
 from titan_moe.config import Config
 from titan_moe.mesh_check import (
     choices,
@@ -198,14 +198,7 @@ def _files(config: Config) -> list[str]:
     found = []
     if not config.training.dataset:
         found.append('training.dataset = "": must name a dataset, for example "python_stdlib"')
-    for i, source in enumerate(config.training.mixture, start=1):
-        if not source.dataset:
-            found.append(f'training.mixture: entry {i} has dataset = ""; name one, for example "python_stdlib"')
-        if not 0 < source.weight < math.inf:
-            found.append(
-                f"training.mixture: entry {i} ({source.dataset}) has weight = {source.weight}; it must be greater than "
-                "0 and finite, a share relative to the other entries"
-            )
+    found += mixture_check.check(config.training.mixture)
     for path in ("checkpoint.folder", "metrics.save_tb_folder"):
         folder = attrgetter(path)(config)
         parts = PurePath(folder.strip()).parts

@@ -38,6 +38,9 @@ __all__ = [
 USAGE = "usage: ./run_train.sh CONFIG.toml [--section.key=value ...]"
 COMMAND_LINE = "command line"
 
+ENTRY = re.compile(r"[a-z0-9_.]+\[\d+\](?:\.[a-z0-9_]+)?")
+"""An element of a list, or a key in it, as a message names it"""
+
 # A degree or a size decides over more keys than a message about them names.
 ENTANGLED = {
     "parallelism": ("parallelism.", "moe.", "training.local_batch_size", "training.global_batch_size"),
@@ -53,6 +56,8 @@ class Loaded:
     file: str
     origins: dict[str, str]
     """Where each key was set, as "run.toml:3" or "command line"; a key at its default has none"""
+    inner: dict[str, str]
+    """The same of what is inside a list, as "training.mixture[1].weight", where its line is known"""
     problems: list[str]
     """What does not match the schema, each with its place; `config` has defaults in its stead"""
     notes: list[str]
@@ -75,7 +80,9 @@ class Loaded:
             others = [f"{key}: {self.origins[key]}" for key in is_set[1:]]
             if is_set and is_set[0] != keys[0]:
                 others.insert(0, f"{keys[0]}: default")
-            place = f"{self.origins[is_set[0]]}: " if is_set else ""
+            entry = ENTRY.search(problem)
+            place = self.inner.get(entry[0] if entry else "", self.origins[is_set[0]] if is_set else "")
+            place += ": " if place else ""
             found.append(f"{place}{problem}" + (f" ({', '.join(others)})" if others else ""))
         return found
 
@@ -123,6 +130,7 @@ def read(argv: list[str]) -> Loaded:
         config=build(reading.values),
         file=file,
         origins=reading.origins,
+        inner=reading.inner,
         problems=reading.problems,
         notes=reading.notes + (reading.differences if reading.foreign else []),
         suspects=frozenset(reading.suspects),
@@ -176,6 +184,7 @@ class _Reading:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
+        self.inner: dict[str, str] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.differences: list[str] = []  # notes that only who comes from torchtitan needs
@@ -274,8 +283,7 @@ class _Reading:
             element = value
             for i in at:
                 element = element[i]
-            inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in at)
-            start = f"{key}{inner} = {shown(element)}" if at or not written else ""
+            start = f"{key}{_inner(at)} = {shown(element)}" if at or not written else ""
             start = ": ".join(filter(None, (written, start)))
             self.problem(source.place((*path, *at)), f"{start}: {message}", suspect=key)
         if key in source.seen:
@@ -283,6 +291,10 @@ class _Reading:
         source.seen[key] = place
         if key not in self.suspects and (overrides or key not in self.values):
             self.values[key], self.origins[key] = converted(value, LEAVES[key]), place
+            self.inner = {name: there for name, there in self.inner.items() if not name.startswith(f"{key}[")}
+            self.inner |= {
+                key + _inner(at[len(path) :]): source.place(at) for at in source.lines if at[: len(path)] == path != at
+            }
 
     def unknown(self, place: str, key: str, is_table: bool = False) -> None:
         section_known = titan02.has_section(key.rpartition(".")[0])
@@ -292,6 +304,11 @@ class _Reading:
     def problem(self, place: str, message: str, suspect: str | None = None) -> None:
         self.problems.append(f"{place}: {message}")
         self.suspects |= {suspect} if suspect else set()
+
+
+def _inner(at: toml_text.KeyPath) -> str:
+    """A place inside a value as messages write it behind the key."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in at)
 
 
 def _parse(raw: str, hint: Any) -> Any:

@@ -48,6 +48,13 @@ class Listing:
         ]
 
 
+class Unlisted(ValueError):
+    """What is wrong with each source that cannot be listed."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
+
+
 def list_all(config: Config) -> Listing:
     """The sources of [training] and, where enabled, of [validation]: its own, or some held out of the former."""
     loading, patience = config.training.dataloader, config.comm.train_timeout_seconds / 2
@@ -55,10 +62,23 @@ def list_all(config: Config) -> Listing:
     def listed(spec: DataSource, seed: int) -> Source:
         return list_source(spec, text_field=loading.text_field, on_error=loading.on_error, seed=seed, patience=patience)
 
+    def all_listed(specs: Sequence[DataSource], seed: int) -> list[Source]:
+        found = []
+        for spec in specs:
+            try:
+                found.append(listed(spec, seed))
+            except ValueError as error:
+                problems.append(str(error))
+        return found
+
+    problems: list[str] = []
     specs = config.training.mixture or [DataSource(dataset=config.training.dataset)]
-    training, validation = [listed(spec, config.debug.seed) for spec in specs], None
+    training, validation = all_listed(specs, config.debug.seed), None
     if config.validation.enable and config.validation.dataset:
-        validation = [listed(DataSource(dataset=config.validation.dataset), -1)]  # not training's synthetic text
+        # Another seed: not training's synthetic text.
+        validation = all_listed([DataSource(dataset=config.validation.dataset)], -1)
+    if problems:
+        raise Unlisted(*dict.fromkeys(problems))
     _refuse_twice(training, validation or [])
     files = {source.dataset: _digests(source.files) for source in (*training, *(validation or []))}
     if config.validation.enable and validation is None:
