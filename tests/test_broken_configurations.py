@@ -211,6 +211,16 @@ CASES = [
     case('[[training.mixture]]\ndataset = "synthetic"\nweight = 1e308'),
     case('[[training.mixture]]\ndataset = "synthetic"\n[[training.mixture]]\nweigth = 2.0\non_error = "skpi"'),
     case('training.mixture = [\n  { dataset = "gone" },\n]'),
+    case(
+        '[[training.mixture]]\ndataset = "synthetic"\nweigth = 2.0\nweight = 0\n[[training.mixture]]\n'
+        'dataset = "synthetic"\nweight = nan'
+    ),
+    case('training.dataset = "python_stdlib"\n[[training.mixture]]\ndataset = "synthetic"'),
+    case('[[training.mixture]]\ndataset = "synthetic"', "--training.dataset=gone"),
+    case(
+        'base = "a.toml"\n[training]\ndataset = "gone"',
+        a='[training]\ndataset = "away"\n[[training.mixture]]\ndataset = "synthetic"',
+    ),
     case('[[training.mixture]]\ndataset = "gone"\n[[training.mixture]]\nweight = 2\ndataset = "away/*.txt"'),
     case('checkpoint.folder = ""'),
     case('checkpoint.folder = "/x"'),

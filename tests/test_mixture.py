@@ -129,6 +129,21 @@ def test_tables_are_read_and_printed(tmp_path) -> None:
     assert load([str(path), '--training.mixture=[{dataset = "b"}]']).training.mixture == [DataSource(dataset="b")]
 
 
+def test_a_mixture_takes_the_place_of_the_dataset_of_a_base(tmp_path) -> None:
+    (tmp_path / "base.toml").write_text('training.dataset = "b"\n')
+    path = tmp_path / "a.toml"
+    for above in ("", 'training.dataset = ""\n'):
+        path.write_text(f'base = "base.toml"\n{above}[[training.mixture]]\ndataset = "a"\n')
+        config = load([str(path)])
+        assert [source.dataset for source in config.training.mixture] == ["a"] and check(config, 1) == []
+        alone = load([str(path), "--training.dataset=c", "--training.mixture=[]"]).training
+        assert (alone.dataset, alone.mixture) == ("c", [])
+        with pytest.raises(
+            ValueError, match=r"would be ignored, because training\.mixture takes its place \(.*a\.toml:"
+        ):
+            load([str(path), "--training.dataset=c"])
+
+
 def test_what_is_wrong_in_a_table_is_told(tmp_path) -> None:
     path = tmp_path / "a.toml"
     path.write_text('[[training.mixture]]\nwieght = 2\non_error = "skipp"\n')

@@ -196,7 +196,7 @@ def _lengths(config: Config, max_seq_len: int) -> list[str]:
 
 def _files(config: Config) -> list[str]:
     found = []
-    if not config.training.dataset:
+    if not config.training.dataset and not config.training.mixture:
         found.append('training.dataset = "": must name a dataset, for example "python_stdlib"')
     found += mixture_check.check(config.training.mixture)
     for path in ("checkpoint.folder", "metrics.save_tb_folder"):
