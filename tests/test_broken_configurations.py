@@ -149,7 +149,20 @@ CASES = [
     case("model.num_mtp_layers = 8\ntraining.seq_len = 8"),
     # the pipeline
     case("parallelism.pipeline_parallel_layers_per_stage = [2, 2]"),
+    case("parallelism.pipeline_parallel_microbatch_size = 2"),
     case("parallelism.pipeline_parallel_degree = 8", world=8),
+    # a number that cannot be, and what has nothing to do with it
+    case(
+        "model.num_mtp_layers = 1\n[training]\nlocal_batch_size = 0\nglobal_batch_size = 7\n[parallelism]\n"
+        "pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = [5, -1]",
+        world=2,
+    ),
+    case(
+        'activation_checkpoint.recompute = ["norms"]\ntraining.seq_len = 129\n[parallelism]\n'
+        "pipeline_parallel_degree = 0\ntensor_parallel_degree = 3\nexpert_parallel_degree = 3\n"
+        "pipeline_parallel_layers_per_stage = [2, 3]",
+    ),
+    case("comm.train_timeout_seconds = 1000000000000000000000000"),
     case('[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "Interleaved1F1B"', world=4),
     case("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = [1, 1, 2]", world=2),
     case(

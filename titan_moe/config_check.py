@@ -41,8 +41,12 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "validation.freq validation.steps parallelism.data_parallel_replicate_degree "
         "parallelism.expert_parallel_degree parallelism.tensor_parallel_degree parallelism.context_parallel_degree "
         "parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_microbatch_size "
-        "moe.ranks_per_node checkpoint.interval metrics.log_freq "
-        "comm.init_timeout_seconds comm.train_timeout_seconds plan.gpus",
+        "moe.ranks_per_node checkpoint.interval metrics.log_freq plan.gpus",
+    ),
+    (
+        "must be at least 1, and at most ten years: 315,360,000",
+        lambda value: 1 <= value <= 315_360_000,
+        "comm.init_timeout_seconds comm.train_timeout_seconds",
     ),
     (
         "must be at least 0",
@@ -74,20 +78,6 @@ HERE_DISPATCHERS = ("auto", "local", "alltoall", "dedup")
 HERE_EXPERTS = ("auto", "loop", "grouped_mm")
 """Backends of the MoE region that exist; the schema also knows the names of those to come"""
 
-DIVISORS = {
-    "parallelism.data_parallel_replicate_degree",
-    "parallelism.data_parallel_shard_degree",
-    "parallelism.expert_parallel_degree",
-    "parallelism.tensor_parallel_degree",
-    "parallelism.context_parallel_degree",
-    "parallelism.pipeline_parallel_degree",
-    "parallelism.pipeline_parallel_microbatch_size",
-    "plan.gpus",
-    "training.local_batch_size",
-    "training.seq_len",
-}
-"""Numbers that must be sound before any arithmetic with the others makes sense"""
-
 
 def check(config: Config, world_size: int, *, accelerator: bool = False) -> list[str]:
     """Everything that does not fit together when `world_size` processes train `config`; empty when all does.
@@ -95,13 +85,14 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     numbers = _numbers(config)
     flavor = model_flavor(config)
     found = [*numbers.values(), *flavors.problems(flavor), *_files(config)]
-    if not numbers.keys() & DIVISORS:
-        found += mesh_check.check(config, world_size, flavor)
-        found += mesh_check.check_accelerator(config) if accelerator else []
-        found += pipeline_check.check(config, world_size, flavor)
-        found += _moe(config)
-        found += _recompute(config)
-        found += _lengths(config, flavor.max_seq_len)
+    unsound = numbers.keys()  # one of them keeps only those checks from making sense that calculate with it
+    found += mesh_check.check(config, world_size, flavor, unsound)
+    if accelerator and not unsound & {mesh_check.CP, mesh_check.SEQ_LEN}:
+        found += mesh_check.check_accelerator(config)
+    found += pipeline_check.check(config, world_size, flavor, unsound)
+    found += _moe(config)
+    found += _recompute(config)
+    found += _lengths(config, flavor.max_seq_len)
     return found
 
 
