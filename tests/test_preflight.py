@@ -49,6 +49,28 @@ def test_a_changed_file_is_named_before_a_resume(
     )
 
 
+def test_settings_that_the_position_in_the_data_counts_by_are_named_before_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text("training.seq_len = 64\n")
+    config, run = config_of("synthetic"), tmp_path / "run"
+    (run / "checkpoint" / "step-5").mkdir(parents=True)
+    record.save(list_all(config), run)
+    command = ["mine.toml", "--training.dataset=synthetic", "--job.dump_folder=run", "--checkpoint.enable"]
+    assert launch.main([*command, "--training.dataloader.num_shards=2"], {}) == 2
+    message = capsys.readouterr().err
+    for line in (
+        "mine.toml:1: the data of the run in run is not what it was: training.seq_len was 2048, now 64",
+        "command line: the data of the run in run is not what it was: training.dataloader.num_shards was ",
+    ):
+        assert line in message
+    command.append("--training.seq_len=2048")
+    assert launch.main([*command, "--debug.seed=5"], {}) == 2
+    assert f"debug.seed was {config.debug.seed}, now 5" in capsys.readouterr().err
+    assert launch.main(command, {}) == 0
+
+
 def test_all_problems_of_all_sources_are_told_together(tmp_path: Path) -> None:
     write(tmp_path, {"a.jsonl": b"broken\n", "b.jsonl": jsonl(["a"], "body")})
     toml = tmp_path / "mine.toml"
