@@ -464,8 +464,8 @@ def test_problems_of_all_kinds_come_together(file: Any) -> None:
     words += " --optimizer.lr=0"
     config = load([file(""), *words.split()])
     assert len(check(config, 1)) == 5
-    config.training.local_batch_size = config.loss.num_chunks = 0  # without these no arithmetic, but all the rest
-    assert len(check(config, 1)) == 5
+    config.training.local_batch_size = config.loss.num_chunks = 0  # without these less arithmetic, but all the rest
+    assert len(check(config, 1)) == 6
     config.training.local_batch_size = config.loss.num_chunks = config.optimizer.lr = 1
     with pytest.raises(ConfigError, match="configuration for 1 processes: 3 mistakes\n    model.top_k"):
         config_file.raise_on_problems(config, 1)
