@@ -26,6 +26,7 @@ from titan_moe import (
     flavors,
     launch,
     mesh_check,
+    mixture_check,
     pipeline_check,
     preflight,
     recompute_facts,
@@ -148,7 +149,20 @@ CASES = [
     case("model.num_mtp_layers = 8\ntraining.seq_len = 8"),
     # the pipeline
     case("parallelism.pipeline_parallel_layers_per_stage = [2, 2]"),
+    case("parallelism.pipeline_parallel_microbatch_size = 2"),
     case("parallelism.pipeline_parallel_degree = 8", world=8),
+    # a number that cannot be, and what has nothing to do with it
+    case(
+        "model.num_mtp_layers = 1\n[training]\nlocal_batch_size = 0\nglobal_batch_size = 7\n[parallelism]\n"
+        "pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = [5, -1]",
+        world=2,
+    ),
+    case(
+        'activation_checkpoint.recompute = ["norms"]\ntraining.seq_len = 129\n[parallelism]\n'
+        "pipeline_parallel_degree = 0\ntensor_parallel_degree = 3\nexpert_parallel_degree = 3\n"
+        "pipeline_parallel_layers_per_stage = [2, 3]",
+    ),
+    case("comm.train_timeout_seconds = 1000000000000000000000000"),
     case('[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "Interleaved1F1B"', world=4),
     case("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = [1, 1, 2]", world=2),
     case(
@@ -202,8 +216,25 @@ CASES = [
     case('training.dataset = "gone"'),
     case('[validation]\nenable = true\ndataset = "gone/*.txt"\n[training]\ndataset = "synthetic"'),
     case('[[training.mixture]]\ndataset = ""\n[[training.mixture]]\ndataset = "synthetic"\nweight = 0'),
+    case(
+        '[[training.mixture]]\ndataset = "synthetic"\n[[training.mixture]]\ndataset = "synthetic"\nweight = -1\n'
+        '[[training.mixture]]\nweight = nan\ndataset = "synthetic"'
+    ),
+    case('training.mixture = [\n  { dataset = "synthetic" },\n  { dataset = "synthetic", weight = 1e-9 },\n]'),
+    case('[[training.mixture]]\ndataset = "synthetic"\nweight = 1e308'),
     case('[[training.mixture]]\ndataset = "synthetic"\n[[training.mixture]]\nweigth = 2.0\non_error = "skpi"'),
     case('training.mixture = [\n  { dataset = "gone" },\n]'),
+    case(
+        '[[training.mixture]]\ndataset = "synthetic"\nweigth = 2.0\nweight = 0\n[[training.mixture]]\n'
+        'dataset = "synthetic"\nweight = nan'
+    ),
+    case('training.dataset = "python_stdlib"\n[[training.mixture]]\ndataset = "synthetic"'),
+    case('[[training.mixture]]\ndataset = "synthetic"', "--training.dataset=gone"),
+    case(
+        'base = "a.toml"\n[training]\ndataset = "gone"',
+        a='[training]\ndataset = "away"\n[[training.mixture]]\ndataset = "synthetic"',
+    ),
+    case('[[training.mixture]]\ndataset = "gone"\n[[training.mixture]]\nweight = 2\ndataset = "away/*.txt"'),
     case('checkpoint.folder = ""'),
     case('checkpoint.folder = "/x"'),
     case('checkpoint.folder = "x/../.."'),
@@ -323,7 +354,7 @@ def test_every_message_of_a_check_has_a_case() -> None:
     """Each text in the checks that reads like a message, as a pattern, is found among the golden messages."""
     given = GOLDEN.read_text(encoding="utf-8")
     missing = []
-    for module in (config_check, flavors, launch, mesh_check, pipeline_check, recompute_facts):
+    for module in (config_check, flavors, launch, mesh_check, mixture_check, pipeline_check, recompute_facts):
         path = Path(module.__file__ or "")
         for line, pattern in templates(ast.parse(path.read_text(encoding="utf-8"))):
             if not re.search(pattern, given):

@@ -46,6 +46,17 @@ def test_one_section_or_key_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
         help_text("moe.expert")
 
 
+def test_the_base_and_the_keys_of_an_entry_have_help_too() -> None:
+    assert help_text("base").startswith('# base = "OTHER.toml" at the top of a file')
+    assert help_text("training.mixture.weight") == (
+        "# of each [[training.mixture]]:\n# weight: float: Share of the training tokens, relative to the other entries"
+    )
+    with pytest.raises(
+        ValueError, match="unknown key training.mixture.wight; an entry of training.mixture has dataset, w"
+    ):
+        help_text("training.mixture.wight")
+
+
 def test_texts() -> None:
     assert first_sentence("Weight; DeepSeek-V3 has 1e-4. 0: off") == "Weight; DeepSeek-V3 has 1e-4"
     assert first_sentence("Steps between 1.5 and 2.5.") == "Steps between 1.5 and 2.5"

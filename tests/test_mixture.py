@@ -76,7 +76,8 @@ def test_light_sources_get_long_blocks_or_a_refusal() -> None:
     assert block_size([1]) == block_size([1, 1]) == 1024
     assert block_size([1, 1 / 1024]) == 32768  # 16 points of the lighter one
     with pytest.raises(
-        ValueError, match=r"weight 1e-07 is 1e-07 of the sum 1\.0000001, fewer than 16 samples in 1,048,5"
+        ValueError,
+        match=r"\[1\]\.weight = 1e-07: is 1e-07 of the sum 1\.0000001, fewer than 16 samples in 1,048,5",
     ):
         block_size([1, 1e-7])
 
@@ -128,6 +129,21 @@ def test_tables_are_read_and_printed(tmp_path) -> None:
     assert load([str(path), '--training.mixture=[{dataset = "b"}]']).training.mixture == [DataSource(dataset="b")]
 
 
+def test_a_mixture_takes_the_place_of_the_dataset_of_a_base(tmp_path) -> None:
+    (tmp_path / "base.toml").write_text('training.dataset = "b"\n')
+    path = tmp_path / "a.toml"
+    for above in ("", 'training.dataset = ""\n'):
+        path.write_text(f'base = "base.toml"\n{above}[[training.mixture]]\ndataset = "a"\n')
+        config = load([str(path)])
+        assert [source.dataset for source in config.training.mixture] == ["a"] and check(config, 1) == []
+        alone = load([str(path), "--training.dataset=c", "--training.mixture=[]"]).training
+        assert (alone.dataset, alone.mixture) == ("c", [])
+        with pytest.raises(
+            ValueError, match=r"would be ignored, because training\.mixture takes its place \(.*a\.toml:"
+        ):
+            load([str(path), "--training.dataset=c"])
+
+
 def test_what_is_wrong_in_a_table_is_told(tmp_path) -> None:
     path = tmp_path / "a.toml"
     path.write_text('[[training.mixture]]\nwieght = 2\non_error = "skipp"\n')
@@ -139,4 +155,4 @@ def test_what_is_wrong_in_a_table_is_told(tmp_path) -> None:
     config = Config()
     config.training.mixture = [DataSource(dataset="", weight=0), DataSource(dataset="a", weight=float("nan"))]
     found = [problem for problem in check(config, 1) if "training.mixture" in problem]
-    assert len(found) == 3 and "entry 1 has dataset" in found[0] and "entry 2 (a) has weight = nan" in found[2]
+    assert len(found) == 3 and "[0].dataset = " in found[0] and "[1].weight = nan: must" in found[2]

@@ -491,7 +491,7 @@ def test_what_changed_between_two_starts_is_named(tmp_path: Path) -> None:
     assert "how it is read has: its name, options" in change(lambda p: None, at("5"), add_eos=False)[0]
     everything = change(lambda p: [f.write_bytes(jsonl(["y"])) for f in (p / "a").iterdir()], at("6"))[0]
     assert everything.count("->") == 3 and everything.endswith("and 3 more")
-    assert change(lambda p: None, at("7"), weight=2.0) == []  # not the data: the checkpoint minds
+    assert change(lambda p: None, at("7"), weight=2.0) == ["training.mixture[0].weight was 1.0, now 2.0"]
 
 
 def test_a_folder_that_moved_is_the_same_data(tmp_path: Path) -> None:

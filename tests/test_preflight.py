@@ -49,6 +49,28 @@ def test_a_changed_file_is_named_before_a_resume(
     )
 
 
+def test_settings_that_the_position_in_the_data_counts_by_are_named_before_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text("training.seq_len = 64\n")
+    config, run = config_of("synthetic"), tmp_path / "run"
+    (run / "checkpoint" / "step-5").mkdir(parents=True)
+    record.save(list_all(config), run)
+    command = ["mine.toml", "--training.dataset=synthetic", "--job.dump_folder=run", "--checkpoint.enable"]
+    assert launch.main([*command, "--training.dataloader.num_shards=2"], {}) == 2
+    message = capsys.readouterr().err
+    for line in (
+        "mine.toml:1: the data of the run in run is not what it was: training.seq_len was 2048, now 64",
+        "command line: the data of the run in run is not what it was: training.dataloader.num_shards was ",
+    ):
+        assert line in message
+    command.append("--training.seq_len=2048")
+    assert launch.main([*command, "--debug.seed=5"], {}) == 2
+    assert f"debug.seed was {config.debug.seed}, now 5" in capsys.readouterr().err
+    assert launch.main(command, {}) == 0
+
+
 def test_all_problems_of_all_sources_are_told_together(tmp_path: Path) -> None:
     write(tmp_path, {"a.jsonl": b"broken\n", "b.jsonl": jsonl(["a"], "body")})
     toml = tmp_path / "mine.toml"
@@ -61,6 +83,23 @@ def test_all_problems_of_all_sources_are_told_together(tmp_path: Path) -> None:
     assert len(found) == 3
     assert "a.jsonl:1: is not JSON" in found[0] and 'b.jsonl:1: has no field "text"' in found[1]
     assert 'training.mixture, "synthetic": add_bos = true, but the tokenizer has no bos token' in found[2]
+
+
+def test_each_source_that_cannot_be_listed_is_told_at_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {"a.jsonl": jsonl(["a"]), "b.gz": b"x"})
+    entries = "".join(f'[[training.mixture]]\ndataset = "{name}"\n' for name in ("gone", "a.jsonl", "b.gz", "away"))
+    write(tmp_path, {"mine.toml": entries.encode()})
+    assert launch.main(["mine.toml", "--validation.enable", "--validation.dataset=lost"], {}) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[:2] for line in lines[1:]] == [
+        ["    mine.toml:2", 'training.mixture[0].dataset = "gone"'],
+        [f"    {tmp_path}/b.gz is not plain text", "write its texts to .jsonl or .txt files and train on those"],
+        ["    mine.toml:8", 'training.mixture[3].dataset = "away"'],
+        ["    command line", 'validation.dataset = "lost"'],
+    ]
 
 
 def test_the_mixture_of_the_docs_is_read_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
 
-from titan_moe import flavors, mesh_check, pipeline_check, recompute_facts
+from titan_moe import flavors, mesh_check, mixture_check, pipeline_check, recompute_facts
 from titan_moe.config import Config
 from titan_moe.mesh_check import (
     choices,
@@ -42,8 +42,12 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "parallelism.fsdp_prefetch_layers "
         "parallelism.expert_parallel_degree parallelism.tensor_parallel_degree parallelism.context_parallel_degree "
         "parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_microbatch_size "
-        "moe.ranks_per_node checkpoint.interval metrics.log_freq "
-        "comm.init_timeout_seconds comm.train_timeout_seconds plan.gpus",
+        "moe.ranks_per_node checkpoint.interval metrics.log_freq plan.gpus",
+    ),
+    (
+        "must be at least 1, and at most ten years: 315,360,000",
+        lambda value: 1 <= value <= 315_360_000,
+        "comm.init_timeout_seconds comm.train_timeout_seconds",
     ),
     (
         "must be at least 0",
@@ -75,20 +79,6 @@ HERE_DISPATCHERS = ("auto", "local", "alltoall", "dedup")
 HERE_EXPERTS = ("auto", "loop", "grouped_mm")
 """Backends of the MoE region that exist; the schema also knows the names of those to come"""
 
-DIVISORS = {
-    "parallelism.data_parallel_replicate_degree",
-    "parallelism.data_parallel_shard_degree",
-    "parallelism.expert_parallel_degree",
-    "parallelism.tensor_parallel_degree",
-    "parallelism.context_parallel_degree",
-    "parallelism.pipeline_parallel_degree",
-    "parallelism.pipeline_parallel_microbatch_size",
-    "plan.gpus",
-    "training.local_batch_size",
-    "training.seq_len",
-}
-"""Numbers that must be sound before any arithmetic with the others makes sense"""
-
 
 def check(config: Config, world_size: int, *, accelerator: bool = False) -> list[str]:
     """Everything that does not fit together when `world_size` processes train `config`; empty when all does.
@@ -96,13 +86,14 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     numbers = _numbers(config)
     flavor = model_flavor(config)
     found = [*numbers.values(), *flavors.problems(flavor), *_files(config)]
-    if not numbers.keys() & DIVISORS:
-        found += mesh_check.check(config, world_size, flavor)
-        found += mesh_check.check_accelerator(config) if accelerator else []
-        found += pipeline_check.check(config, world_size, flavor)
-        found += _moe(config)
-        found += _recompute(config)
-        found += _lengths(config, flavor.max_seq_len)
+    unsound = numbers.keys()  # one of them keeps only those checks from making sense that calculate with it
+    found += mesh_check.check(config, world_size, flavor, unsound)
+    if accelerator and not unsound & {mesh_check.CP, mesh_check.SEQ_LEN}:
+        found += mesh_check.check_accelerator(config)
+    found += pipeline_check.check(config, world_size, flavor, unsound)
+    found += _moe(config)
+    found += _recompute(config)
+    found += _lengths(config, flavor.max_seq_len)
     return found
 
 
@@ -197,16 +188,9 @@ def _lengths(config: Config, max_seq_len: int) -> list[str]:
 
 def _files(config: Config) -> list[str]:
     found = []
-    if not config.training.dataset:
+    if not config.training.dataset and not config.training.mixture:
         found.append('training.dataset = "": must name a dataset, for example "python_stdlib"')
-    for i, source in enumerate(config.training.mixture, start=1):
-        if not source.dataset:
-            found.append(f'training.mixture: entry {i} has dataset = ""; name one, for example "python_stdlib"')
-        if not 0 < source.weight < math.inf:
-            found.append(
-                f"training.mixture: entry {i} ({source.dataset}) has weight = {source.weight}; it must be greater than "
-                "0 and finite, a share relative to the other entries"
-            )
+    found += mixture_check.check(config.training.mixture)
     for path in ("checkpoint.folder", "metrics.save_tb_folder"):
         folder = attrgetter(path)(config)
         parts = PurePath(folder.strip()).parts

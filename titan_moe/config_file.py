@@ -10,12 +10,12 @@ where that is written. Imports neither torch nor torchtitan.
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_origin, get_type_hints
 
 import tomli
 
-from titan_moe import titan02, toml_text
-from titan_moe.config import Config
+from titan_moe import mixture_check, titan02, toml_text
+from titan_moe.config import Config, DataSource
 from titan_moe.config_check import check, data_parallel_degree, gradient_accumulation_steps, model_flavor
 from titan_moe.config_keys import LEAVES, SECTIONS, build, converted, not_none, printable, shown, unknown, wrong
 from titan_moe.config_print import literal, to_toml
@@ -38,6 +38,9 @@ __all__ = [
 USAGE = "usage: ./run_train.sh CONFIG.toml [--section.key=value ...]"
 COMMAND_LINE = "command line"
 
+ENTRY = re.compile(r"[a-z0-9_.]+\[\d+\](?:\.[a-z0-9_]+)?")
+"""An element of a list, or a key in it, as a message names it"""
+
 # A degree or a size decides over more keys than a message about them names.
 ENTANGLED = {
     "parallelism": ("parallelism.", "moe.", "training.local_batch_size", "training.global_batch_size"),
@@ -53,6 +56,8 @@ class Loaded:
     file: str
     origins: dict[str, str]
     """Where each key was set, as "run.toml:3" or "command line"; a key at its default has none"""
+    inner: dict[str, str]
+    """The same of what is inside a list, as "training.mixture[1].weight", where its line is known"""
     problems: list[str]
     """What does not match the schema, each with its place; `config` has defaults in its stead"""
     notes: list[str]
@@ -75,7 +80,9 @@ class Loaded:
             others = [f"{key}: {self.origins[key]}" for key in is_set[1:]]
             if is_set and is_set[0] != keys[0]:
                 others.insert(0, f"{keys[0]}: default")
-            place = f"{self.origins[is_set[0]]}: " if is_set else ""
+            entry = ENTRY.search(problem)
+            place = self.inner.get(entry[0] if entry else "", self.origins[is_set[0]] if is_set else "")
+            place += ": " if place else ""
             found.append(f"{place}{problem}" + (f" ({', '.join(others)})" if others else ""))
         return found
 
@@ -119,10 +126,12 @@ def read(argv: list[str]) -> Loaded:
     for key, value in reading.values.items():
         if refusal := titan02.refusal(key, value):
             reading.problem(reading.origins[key], refusal, suspect=key)
+    reading.dataset_or_mixture()
     return Loaded(
         config=build(reading.values),
         file=file,
         origins=reading.origins,
+        inner=reading.inner,
         problems=reading.problems,
         notes=reading.notes + (reading.differences if reading.foreign else []),
         suspects=frozenset(reading.suspects),
@@ -164,6 +173,7 @@ class _Source:
     name: str
     lines: dict[toml_text.KeyPath, int] = field(default_factory=dict)
     seen: dict[str, str] = field(default_factory=dict)  # where it sets which key
+    distance: int = 0  # 0: the file that was named; 1: its base, ...; -1: the command line
 
     def place(self, path: toml_text.KeyPath = ()) -> str:
         """Where it has a key, as editors and terminals open it; without a line when that is not known."""
@@ -176,6 +186,8 @@ class _Reading:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
+        self.inner: dict[str, str] = {}
+        self.distances: dict[str, int] = {}  # of the source of each value
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.differences: list[str] = []  # notes that only who comes from torchtitan needs
@@ -197,7 +209,7 @@ class _Reading:
                 self.problems.append(f"{at}{problem}")
                 self.suspects |= LEAVES.keys()  # with a file missing, any value may be another than was meant
                 return
-            source = _Source(name=name, lines=lines)
+            source = _Source(name=name, lines=lines, distance=len(chain) - 1)
             base = table.pop("base", None)
             self.table(table, (), source)
             if base is None:
@@ -250,7 +262,7 @@ class _Reading:
             except UnicodeEncodeError:  # bytes that are not UTF-8 arrive as lone surrogates, which no TOML can hold
                 self.problem(COMMAND_LINE, f"{written}: is not UTF-8 text", suspect=key)
             else:
-                self.take(key, value, _Source(name=COMMAND_LINE), written=written)
+                self.take(key, value, _Source(name=COMMAND_LINE, distance=-1), written=written)
 
     def take(self, key: str, value: Any, source: _Source, path: toml_text.KeyPath = (), written: str = "") -> None:
         """Take one value of a key of ours or of torchtitan's; `written` is how the command line has it."""
@@ -270,19 +282,57 @@ class _Reading:
                 return
             self.notes.append(f"{place}: {key} = {shown(value)} is taken for {pair[0]} = {literal(pair[1])}")
             key, value = pair
-        for at, message in wrong(value, LEAVES[key]):
+        mistakes = list(wrong(value, LEAVES[key]))
+        for at, message in mistakes:
             element = value
             for i in at:
                 element = element[i]
-            inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in at)
-            start = f"{key}{inner} = {shown(element)}" if at or not written else ""
+            start = f"{key}{_inner(at)} = {shown(element)}" if at or not written else ""
             start = ": ".join(filter(None, (written, start)))
             self.problem(source.place((*path, *at)), f"{start}: {message}", suspect=key)
+        if key == "training.mixture" and mistakes and isinstance(value, list):
+            self.entries(value, {at for at, _ in mistakes}, source, path)
         if key in source.seen:
             self.problem(place, f"{key}: is already set, in {source.seen[key]}; keep one", suspect=key)
         source.seen[key] = place
         if key not in self.suspects and (overrides or key not in self.values):
             self.values[key], self.origins[key] = converted(value, LEAVES[key]), place
+            self.distances[key] = source.distance
+            self.inner = {name: there for name, there in self.inner.items() if not name.startswith(f"{key}[")}
+            self.inner |= {
+                key + _inner(at[len(path) :]): source.place(at) for at in source.lines if at[: len(path)] == path != at
+            }
+
+    def entries(
+        self, mixture: list[Any], wrong: set[toml_text.KeyPath], source: _Source, path: toml_text.KeyPath
+    ) -> None:
+        """What `check` would say about a mixture that it does not get to see: about what is not `wrong` already."""
+        hints = get_type_hints(DataSource)
+        for i, entry in enumerate(mixture):
+            if not isinstance(entry, dict):
+                continue
+            sound = {name: value for name, value in entry.items() if name in hints and (i, name) not in wrong}
+            (spec,) = converted([{"dataset": "not known", **sound}], LEAVES["training.mixture"])
+            for problem in mixture_check.check_entry(i, spec):
+                name = problem.removeprefix(f"training.mixture[{i}].").split()[0]
+                self.problem(source.place((*path, i, name)), problem)
+
+    def dataset_or_mixture(self) -> None:
+        """A mixture takes the place of a dataset that its base sets; elsewhere, who sets one wants to train on it."""
+        dataset, mixture = "training.dataset", "training.mixture"
+        if not self.values.get(mixture) or dataset not in self.values:
+            return
+        nearer = self.distances[mixture] - self.distances[dataset]
+        if nearer >= 0 and self.values[dataset]:
+            remedy = f"leave it out, or set {mixture} = [] to train on it alone" if nearer else "keep one"
+            self.problem(
+                self.origins[dataset],
+                f"{dataset} = {shown(self.values[dataset])}: would be ignored, because {mixture} takes its place "
+                f"({self.origins[mixture]}); {remedy}",
+                suspect=dataset,
+            )
+        else:
+            del self.values[dataset], self.origins[dataset]
 
     def unknown(self, place: str, key: str, is_table: bool = False) -> None:
         section_known = titan02.has_section(key.rpartition(".")[0])
@@ -292,6 +342,11 @@ class _Reading:
     def problem(self, place: str, message: str, suspect: str | None = None) -> None:
         self.problems.append(f"{place}: {message}")
         self.suspects |= {suspect} if suspect else set()
+
+
+def _inner(at: toml_text.KeyPath) -> str:
+    """A place inside a value as messages write it behind the key."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in at)
 
 
 def _parse(raw: str, hint: Any) -> Any:

@@ -38,6 +38,14 @@ def main(argv: list[str]) -> int:
 
 def help_text(what: str = "") -> str:
     """All keys, in short; or those of one section, or one key, in full."""
+    if what == "base":
+        return BASE.rstrip("\n")
+    array, _, inner = what.rpartition(".")
+    if array in LEAVES and (texts := entries(LEAVES[array])):
+        names = [text.partition(":")[0] for text in texts]
+        if inner not in names:
+            raise ValueError(f"unknown key {what}; an entry of {array} has {', '.join(names)}")
+        return f"# of each [[{array}]]:\n# {texts[names.index(inner)]}"
     keys = [key for key in LEAVES if not what or key == what or key.startswith(f"{what}.")]
     if not keys:
         message, _ = unknown(what, is_table="." not in what, section_known=False)

@@ -10,13 +10,14 @@ from titan_moe.config_keys import LEAVES, SECTIONS, get, printable
 
 
 def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
-    """TOML that reads back as an equal Config, each key with the place it was set in. Unset keys are left out."""
-    lines = []
+    """TOML that reads back as an equal Config, each key with the place it was set in. Unset keys are left out, and the
+    dataset where a mixture has its place."""
+    lines, left_out = [], {"training.dataset"} if config.training.mixture else set()
     for section in SECTIONS:
         lines.append(f"[{section}]")
         for path in LEAVES:
             parent, _, key = path.rpartition(".")
-            if parent == section and (value := get(config, path)) is not None:
+            if parent == section and path not in left_out and (value := get(config, path)) is not None:
                 origin = origins.get(path) if origins else None
                 lines.append(f"{key} = {literal(value)}" + (f"  # {printable(origin)}" if origin else ""))
         lines.append("")

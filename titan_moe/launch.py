@@ -83,12 +83,15 @@ def _hardware(config: Config) -> list[str]:
 
 def _named(config: Config, problems: list[str]) -> list[str]:
     """Problems of a data set with the key that names it, so that its line can be told."""
-    key = "training.mixture: " if config.training.mixture else "training."
-    own = f'dataset = "{config.validation.dataset}":' if config.validation.dataset else "no data set"
-    return [
-        f"{'validation.' if problem.startswith(own) else key}{problem}" if problem.startswith("dataset = ") else problem
-        for problem in problems
-    ]
+    keys = {spec.dataset: f"training.mixture[{i}]" for i, spec in enumerate(config.training.mixture)}
+    keys = keys or {config.training.dataset: "training"}
+    if config.validation.dataset:
+        keys = {config.validation.dataset: "validation"} | keys
+    for name, key in keys.items():
+        start, mixed = f'dataset = "{name}":', f'training.mixture, "{name}"'
+        problems = [f"{key}.{problem}" if problem.startswith(start) else problem for problem in problems]
+        problems = [problem.replace(mixed, f'{key}, "{name}"', 1) for problem in problems]
+    return problems
 
 
 def _checkpoints(config: Config, folder: Path) -> list[str]:

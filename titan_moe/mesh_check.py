@@ -11,9 +11,17 @@ Runs before any process group exists. Imports neither torch nor torchtitan.
 """
 
 import math
+from collections.abc import Set
 
 from titan_moe.config import Config
 from titan_moe.flavors import Flavor
+
+EP, TP = "parallelism.expert_parallel_degree", "parallelism.tensor_parallel_degree"
+CP, PP = "parallelism.context_parallel_degree", "parallelism.pipeline_parallel_degree"
+REPLICATE, SHARD = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
+LOCAL, SEQ_LEN = "training.local_batch_size", "training.seq_len"
+DEGREES = {REPLICATE, SHARD, CP, TP, PP}
+"""What the number of processes is the product of"""
 
 FLEX_BLOCK = 128
 """Positions of one block of FlexAttention's mask, which context parallelism hands out in whole blocks"""
@@ -63,12 +71,24 @@ def sequences_per_step(config: Config, world_size: int) -> int:
 # Checks
 
 
-def check(config: Config, world_size: int, flavor: Flavor) -> list[str]:
-    """What does not fit when `world_size` processes train `config`."""
-    misfit = degrees(config, world_size)
-    found = [*misfit, *_experts(config, None if misfit else world_size, flavor)]
-    found += [*_tensor(config, flavor), *_sequence(config), *_multi_token_prediction(config, flavor)]
-    return found if misfit else [*found, *_expert_shards(config, world_size, flavor), *batch(config, world_size)]
+def check(config: Config, world_size: int, flavor: Flavor, unsound: Set[str] = frozenset()) -> list[str]:
+    """What does not fit when `world_size` processes train `config`, as far as it can be told without the keys that are
+    `unsound`: not even single numbers that could be."""
+    counted = world_size >= 1 and not unsound & DEGREES
+    found = degrees(config, world_size) if counted else []
+    fits = counted and not found
+    if EP not in unsound:
+        found += _experts(config, world_size if fits else None, flavor)
+    if not unsound & {TP, EP}:
+        found += _tensor(config, flavor)
+    if not unsound & {CP, TP, SEQ_LEN}:
+        found += _sequence(config)
+    found += _multi_token_prediction(config, flavor)
+    if fits and EP not in unsound:
+        found += _expert_shards(config, world_size, flavor)
+    if fits and LOCAL not in unsound:
+        found += batch(config, world_size)
+    return found
 
 
 def check_accelerator(config: Config) -> list[str]:
@@ -203,7 +223,7 @@ def _multi_token_prediction(config: Config, flavor: Flavor) -> list[str]:
             f"does not do across parallelism.context_parallel_degree = {p.context_parallel_degree} ranks; choose "
             "num_mtp_layers = 0, or context_parallel_degree = 1"
         )
-    if layers >= config.training.seq_len:
+    if 1 <= config.training.seq_len <= layers:
         found.append(
             f"model.num_mtp_layers = {layers}: must be less than training.seq_len = {config.training.seq_len}, because "
             "the last of them predicts that many tokens further ahead"

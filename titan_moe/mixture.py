@@ -18,13 +18,11 @@ from math import ceil
 
 import numpy as np
 
+from titan_moe.mixture_check import block_size
 from titan_moe.packing import Encoder, Sample, ShardStream, State, permutation
 from titan_moe.sources.listing import Source
 from titan_moe.sources.piece import Piece
 from titan_moe.tokenizer import Tokenizer
-
-MIN_BLOCK, MAX_BLOCK = 1 << 10, 1 << 20
-POINTS = 16  # of the lightest source in a block, so that it comes up regularly
 
 
 def count_shards(num_shards: int, num_pieces: int) -> int:
@@ -47,17 +45,6 @@ def deal(pieces: Sequence[Piece], num_shards: int, seed: object) -> list[list[Pi
         heapq.heapreplace(lightest, (size + pieces[i].size, s))
         shards[s].append(pieces[i])
     return shards
-
-
-def block_size(weights: Sequence[float]) -> int:
-    """N: a power of two in which the lightest source has enough points."""
-    wanted = POINTS * sum(weights) / min(weights)
-    if wanted > MAX_BLOCK:
-        raise ValueError(
-            f"training.mixture: weight {min(weights)} is {min(weights) / sum(weights):.2g} of the sum {sum(weights)}, "
-            f"fewer than {POINTS} samples in {MAX_BLOCK:,}; give it more weight, or leave it out"
-        )
-    return max(MIN_BLOCK, 1 << ceil(wanted - 1).bit_length())
 
 
 class Schedule:

@@ -4,29 +4,51 @@ The limits on microbatches are those of torch's schedules, which a test asks. A 
 optimizer step: gradient accumulation's go through the pipeline behind each other. Imports neither torch nor torchtitan.
 """
 
-from titan_moe.config import Config
+from collections.abc import Set
+
+from titan_moe.config import Config, Parallelism
 from titan_moe.flavors import Flavor
-from titan_moe.mesh_check import batch, choices, degrees, gradient_accumulation_steps, microbatches_per_step
+from titan_moe.mesh_check import (
+    DEGREES,
+    LOCAL,
+    PP,
+    batch,
+    choices,
+    degrees,
+    gradient_accumulation_steps,
+    microbatches_per_step,
+)
 from titan_moe.pipeline_layout import ONE_STAGE, V_SHAPED, default_stages
 
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Schedules that run the backward for inputs and the one for weights at different times"""
 
 LAYERS = "parallelism.pipeline_parallel_layers_per_stage"
+MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 
 
-def check(config: Config, world_size: int, flavor: Flavor) -> list[str]:
-    """What does not fit in the pipeline."""
+def check(config: Config, world_size: int, flavor: Flavor, unsound: Set[str] = frozenset()) -> list[str]:
+    """What does not fit in the pipeline, as far as it can be told without the keys that are `unsound`."""
     layers = config.parallelism.pipeline_parallel_layers_per_stage
     if config.parallelism.pipeline_parallel_degree == 1:
-        if not layers:
-            return []
-        return [
-            f"{LAYERS} = {layers}: lays out a pipeline, but pipeline_parallel_degree = 1; leave it out, or raise it"
-        ]
+        # The schedule is let pass: torchtitan 0.2's own files set one beside a degree of 1.
+        size, found = config.parallelism.pipeline_parallel_microbatch_size, []
+        if layers:
+            found.append(
+                f"{LAYERS} = {layers}: lays out a pipeline, but pipeline_parallel_degree = 1; leave it out, or raise it"
+            )
+        if size != Parallelism.pipeline_parallel_microbatch_size and MICROBATCH not in unsound:
+            found.append(
+                f"{MICROBATCH} = {size}: cuts a pipeline's batch, but pipeline_parallel_degree = 1; leave it out, or "
+                "raise it"
+            )
+        return found
+    if PP in unsound:
+        return _layers(config, flavor) if layers else []
+    known = not unsound & {*DEGREES, LOCAL, MICROBATCH}
     return [
-        *(_layers_per_stage(config, flavor) if layers else _fewer_layers_than_stages(config, flavor)),
-        *_microbatches(config, world_size),
+        *(_stages(config) + _layers(config, flavor) if layers else _fewer_layers_than_stages(config, flavor)),
+        *(_microbatches(config, world_size if known else None) if not unsound & {LOCAL, MICROBATCH} else []),
         *_compile(config),
         *_reshard(config),
     ]
@@ -46,7 +68,8 @@ def _fewer_layers_than_stages(config: Config, flavor: Flavor) -> list[str]:
     ]
 
 
-def _layers_per_stage(config: Config, flavor: Flavor) -> list[str]:
+def _stages(config: Config) -> list[str]:
+    """Whether layers are given for as many stages as the schedule has."""
     p, found = config.parallelism, []
     layers, pp, schedule = (
         p.pipeline_parallel_layers_per_stage,
@@ -69,6 +92,13 @@ def _layers_per_stage(config: Config, flavor: Flavor) -> list[str]:
             f"{given}: has {stages} stages, but {schedule} has two or more on every rank: a multiple of "
             f"pipeline_parallel_degree = {pp}, at least {2 * pp}"
         )
+    return found
+
+
+def _layers(config: Config, flavor: Flavor) -> list[str]:
+    """Whether the stages together have the model's layers."""
+    layers, found = config.parallelism.pipeline_parallel_layers_per_stage, []
+    given = f"{LAYERS} = {layers}"
     if negative := [count for count in layers if count < 0]:
         found.append(f"{given}: {negative[0]} layers cannot be; give 0 or more")
     elif sum(layers) != flavor.n_layers:
@@ -76,7 +106,7 @@ def _layers_per_stage(config: Config, flavor: Flavor) -> list[str]:
             f"{given}: {' + '.join(map(str, layers))} = {sum(layers)} layers, but model.n_layers = {flavor.n_layers}; "
             "give each layer to one stage"
         )
-    if empty := [str(stage) for stage in range(1, stages) if layers[stage - 1] == 0]:
+    if empty := [str(stage) for stage in range(1, len(layers)) if layers[stage - 1] == 0]:
         found.append(
             f"{given}: stage {', '.join(empty)}, counted from 1, has no layers; only the last, which has the head, may "
             "have 0"
@@ -84,8 +114,8 @@ def _layers_per_stage(config: Config, flavor: Flavor) -> list[str]:
     return found
 
 
-def _microbatches(config: Config, world_size: int) -> list[str]:
-    """What torch's schedules want of the number of microbatches."""
+def _microbatches(config: Config, world_size: int | None) -> list[str]:
+    """What torch's schedules want of the number of microbatches; that is not known without a world size."""
     p, local = config.parallelism, config.training.local_batch_size
     size, schedule, pp = p.pipeline_parallel_microbatch_size, p.pipeline_parallel_schedule, p.pipeline_parallel_degree
     if local % size:
@@ -93,7 +123,7 @@ def _microbatches(config: Config, world_size: int) -> list[str]:
             f"parallelism.pipeline_parallel_microbatch_size = {size}: must divide training.local_batch_size = {local}; "
             f"{choices(local)}"
         ]
-    if degrees(config, world_size) or batch(config, world_size):
+    if world_size is None or degrees(config, world_size) or batch(config, world_size):
         return []  # the number of microbatches is not known yet; mesh_check.py says why
     accumulation = gradient_accumulation_steps(config, world_size)
     count = microbatches_per_step(config, world_size)

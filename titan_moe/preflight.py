@@ -12,7 +12,7 @@ from titan_moe.packing import Encoder
 from titan_moe.sources import record
 from titan_moe.sources.listing import Source
 from titan_moe.sources.piece import Fault
-from titan_moe.sources.record import Listing, list_all
+from titan_moe.sources.record import Listing, Unlisted, list_all
 from titan_moe.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -26,6 +26,8 @@ def data_problems(config: Config, folder: Path) -> list[str]:
     try:
         listing = list_all(config)
         found += resume_problems(config, listing, folder)
+    except Unlisted as error:
+        found += error.args
     except ValueError as error:
         found.append(str(error))
     if tokenizer is not None and listing is not None:

@@ -9,16 +9,18 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from titan_moe.config import Config, DataSource
+from titan_moe.mixture import count_shards
 from titan_moe.sources.listing import File, Source, list_source
 from titan_moe.sources.split import split
 
 SAMPLE_BYTES = 1 << 14
 FILE_NAME = "data.json"  # in the run folder
+NUM_SHARDS = "training.dataloader.num_shards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,9 @@ class Listing:
 
     files: dict[str, dict[str, str]]
     """For each dataset, what its files are: name -> size and digest"""
+
+    settings: dict[str, float] = field(default_factory=dict)
+    """Keys that, as the files do, decide about the order of the samples"""
 
     def summary(self) -> list[dict[str, Any]]:
         """For run.json."""
@@ -48,6 +53,13 @@ class Listing:
         ]
 
 
+class Unlisted(ValueError):
+    """What is wrong with each source that cannot be listed."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
+
+
 def list_all(config: Config) -> Listing:
     """The sources of [training] and, where enabled, of [validation]: its own, or some held out of the former."""
     loading, patience = config.training.dataloader, config.comm.train_timeout_seconds / 2
@@ -55,10 +67,23 @@ def list_all(config: Config) -> Listing:
     def listed(spec: DataSource, seed: int) -> Source:
         return list_source(spec, text_field=loading.text_field, on_error=loading.on_error, seed=seed, patience=patience)
 
+    def all_listed(specs: Sequence[DataSource], seed: int) -> list[Source]:
+        found = []
+        for spec in specs:
+            try:
+                found.append(listed(spec, seed))
+            except ValueError as error:
+                problems.append(str(error))
+        return found
+
+    problems: list[str] = []
     specs = config.training.mixture or [DataSource(dataset=config.training.dataset)]
-    training, validation = [listed(spec, config.debug.seed) for spec in specs], None
+    training, validation = all_listed(specs, config.debug.seed), None
     if config.validation.enable and config.validation.dataset:
-        validation = [listed(DataSource(dataset=config.validation.dataset), -1)]  # not training's synthetic text
+        # Another seed: not training's synthetic text.
+        validation = all_listed([DataSource(dataset=config.validation.dataset)], -1)
+    if problems:
+        raise Unlisted(*dict.fromkeys(problems))
     _refuse_twice(training, validation or [])
     files = {source.dataset: _digests(source.files) for source in (*training, *(validation or []))}
     if config.validation.enable and validation is None:
@@ -68,7 +93,14 @@ def list_all(config: Config) -> Listing:
     def printed(source: Source) -> Source:
         return replace(source, fingerprint=_fingerprint(source, files[source.dataset]))
 
-    return Listing(list(map(printed, training)), None if validation is None else list(map(printed, validation)), files)
+    settings: dict[str, float] = {"training.seq_len": config.training.seq_len, "debug.seed": config.debug.seed}
+    # As many as there are: with few pieces, more change nothing.
+    shards = max(count_shards(loading.num_shards, len(source.pieces)) for source in training)
+    settings[NUM_SHARDS] = shards
+    if len(training) > 1:
+        settings |= {f"training.mixture[{i}].weight": source.weight for i, source in enumerate(training)}
+    held_out = None if validation is None else list(map(printed, validation))
+    return Listing(list(map(printed, training)), held_out, files, settings)
 
 
 def _refuse_twice(training: list[Source], validation: list[Source]) -> None:
@@ -113,7 +145,8 @@ def _digests(files: Sequence[File]) -> dict[str, str]:
 def save(listing: Listing, folder: Path) -> None:
     """Write the record into the run folder: whole, or not at all."""
     temporary = folder / f"{FILE_NAME}.tmp"
-    temporary.write_text(json.dumps({"sources": listing.summary(), "files": listing.files}, indent=1) + "\n")
+    record = {"sources": listing.summary(), "files": listing.files, "settings": listing.settings}
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, folder / FILE_NAME)
 
 
@@ -123,14 +156,20 @@ def changes(listing: Listing, folder: Path) -> list[str]:
         before = json.loads((folder / FILE_NAME).read_bytes())
         was = [(entry["part"], entry["dataset"], entry["fingerprint"]) for entry in before["sources"]]
         files_before: dict[str, dict[str, str]] = before["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        settings: dict[str, float] = before.get("settings", {})  # older records have none
+        found = [
+            f"{key} was {settings[key]}, now {value}"
+            for key, value in listing.settings.items()
+            if key in settings and settings[key] != value
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     now = [(entry["part"], entry["dataset"], entry["fingerprint"]) for entry in listing.summary()]
     if [fingerprint for _, _, fingerprint in was] == [fingerprint for _, _, fingerprint in now]:
-        return []
+        return found
+    found = [change for change in found if not change.startswith(NUM_SHARDS)]  # may follow from the number of files
     if len(was) != len(now):
         return [f"it had {len(was)} sources ({', '.join(name for _, name, _ in was)}), now {len(now)}"]
-    found = []
     for (part, old, old_print), (_, new, new_print) in zip(was, now):
         if old_print == new_print:
             continue
