@@ -23,7 +23,8 @@ PICTURES = ROOT / "docs" / "planner"
 
 COMMAND = """./run_train.sh train_configs/debug_model.toml --plan --plan.hardware=GB300 --plan.gpus=256 \\
     --model.flavor=671B --training.seq_len=4096 --training.local_batch_size=1 --training.global_batch_size=4096 \\
-    --parallelism.expert_parallel_degree=64 --activation_checkpoint.mode=selective"""
+    --training.mixed_precision_param=bfloat16 --activation_checkpoint.mode=selective \\
+    --parallelism.expert_parallel_degree=64"""
 
 
 def plan() -> report.Plan:

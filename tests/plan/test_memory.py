@@ -165,6 +165,7 @@ def test_recompute_saves_what_the_start_up_report_says(part: str, kind: paramete
 # Measured
 
 CASE = ["train_configs/debug_model.toml", "--training.dataset=synthetic", "--validation.no_enable"]
+CASE += ["--training.mixed_precision_param=bfloat16"]
 CASE += ["--metrics.no_enable_tensorboard", "--training.local_batch_size=2", "--training.seq_len=256"]
 CASES = {
     "selective": ["--activation_checkpoint.mode=selective", "--loss.num_chunks=4"],
