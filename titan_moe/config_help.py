@@ -41,11 +41,11 @@ def help_text(what: str = "") -> str:
     if what == "base":
         return BASE.rstrip("\n")
     array, _, inner = what.rpartition(".")
-    if array in LEAVES and (texts := entries(LEAVES[array])):
-        names = [text.partition(":")[0] for text in texts]
+    if array in LEAVES and (described := entries(LEAVES[array])):
+        names = [text.partition(":")[0] for text in described]
         if inner not in names:
             raise ValueError(f"unknown key {what}; an entry of {array} has {', '.join(names)}")
-        return f"# of each [[{array}]]:\n# {texts[names.index(inner)]}"
+        return f"# of each [[{array}]]:\n# {described[names.index(inner)]}"
     keys = [key for key in LEAVES if not what or key == what or key.startswith(f"{what}.")]
     if not keys:
         message, _ = unknown(what, is_table="." not in what, section_known=False)
