@@ -96,7 +96,10 @@ def test_each_source_that_cannot_be_listed_is_told_at_its_line(
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[:2] for line in lines[1:]] == [
         ["    mine.toml:2", 'training.mixture[0].dataset = "gone"'],
-        [f"    {tmp_path}/b.gz is not plain text", "write its texts to .jsonl or .txt files and train on those"],
+        [
+            f"    {tmp_path}/b.gz is not plain text",
+            "write its texts to .jsonl or .txt files and train on those, or leave it out with a glob",
+        ],
         ["    mine.toml:8", 'training.mixture[3].dataset = "away"'],
         ["    command line", 'validation.dataset = "lost"'],
     ]
