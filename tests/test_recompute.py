@@ -240,7 +240,7 @@ def test_the_report_says_what_each_part_saves():
         [
             *("train_configs/debug_model.toml", "--model.flavor=671B", "--training.seq_len=4096"),
             *("--training.local_batch_size=1", "--activation_checkpoint.mode=none"),
-            "--activation_checkpoint.recompute=mla_up_proj,norms",
+            *("--activation_checkpoint.recompute=mla_up_proj,norms", "--training.mixed_precision_param=bfloat16"),
         ]
     )
     assert recompute_report(config) == (
