@@ -91,6 +91,18 @@ def test_readme_edit_logs_a_new_quantity(outcome):
     assert outcome(1, "new_quantity").losses == outcome(1, "uninterrupted").losses[:3]
 
 
+@pytest.mark.slow
+def test_a_sequence_of_32k_on_two_context_ranks(tmp_path):
+    """One step; attention in blocks, because a mask of the whole sequence would take gigabytes."""
+    long = ["--training.seq_len=32768", "--model.max_seq_len=32768", "--parallelism.context_parallel_degree=2"]
+    long += ["--training.local_batch_size=1", "--training.global_batch_size=1", "--training.steps=1"]
+    long += ["--lr_scheduler.warmup_steps=1", "--validation.enable=false", f"--job.dump_folder={tmp_path / 'run'}"]
+    finished = torchrun(2, "train.py", *SMALL_FP32, *long)
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    record = read_metrics(tmp_path / "run")[1]
+    assert record["tokens_seen"] == 32768 and 5 < record["loss"] < 7
+
+
 def test_an_error_on_any_rank_reaches_the_console(tmp_path):
     """Rank 1's message, though the console shows only rank 0's output."""
     script = tmp_path / "failing.py"
