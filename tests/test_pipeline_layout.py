@@ -21,11 +21,10 @@ from titan_moe.pipeline_layout import (
     PipelineLayout,
     balanced_layers,
     default_stages,
-    head_flops,
-    layer_flops,
     pipeline_layout,
     stage_flops,
 )
+from titan_moe.plan import flops
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
@@ -80,6 +79,10 @@ def test_listed_layers_become_torchtitans_module_names():
 def test_a_v_gives_the_first_rank_the_last_stage_too():
     found = layout("parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_schedule=DualPipeV")
     assert found.num_stages == 4 and [found.stages_of(rank) for rank in range(2)] == [(0, 3), (1, 2)]
+
+
+def head_flops(flavor: Flavor) -> float:
+    return flops.per_token(flavor, 4096, num_mtp_layers=0)["logits"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -163,7 +166,7 @@ def test_671b_on_16_ranks():
     """61 layers: the head stands for 1.4 of them, so 62.4 / 16 = 3.9; the first stage, which keeps the most
     microbatches, is the one with fewer."""
     flavor = FLAVORS["671B"]
-    assert head_flops(flavor) / layer_flops(flavor, 60, 4096) == pytest.approx(1.39, abs=0.01)
+    assert head_flops(flavor) / flops.of_layer(flavor, 4096, dense=False) == pytest.approx(1.39, abs=0.01)
     layers = balanced_layers(flavor, 16, 4096)
     assert layers == [3, *[4] * 14, 2]
     found = PipelineLayout(schedule="1F1B", pp=16, layers=tuple(layers), flops=tuple(stage_flops(flavor, layers, 4096)))

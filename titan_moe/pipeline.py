@@ -9,7 +9,7 @@ states, one without the head returns them. Only the rank of the last stage knows
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import titan_moe.runtime  # noqa: F401
 from titan_moe.runtime import titan_parallelism
@@ -79,9 +79,10 @@ class Pipeline:
         # without content to learn their shapes.
         learn_shapes = self.schedule._initialize_pp_stages
 
-        def learn_shapes_evenly(*args, **kwargs):
-            with routing_without_content(self.parts):
-                return learn_shapes(*args, **kwargs)
+        def learn_shapes_evenly(stages, args, kwargs, target, fwd_initialized, bwd_initialized, loss_kwargs=None):
+            known = fwd_initialized and bwd_initialized == self.schedule._has_backward
+            with nullcontext() if known else routing_without_content(self.parts):
+                return learn_shapes(stages, args, kwargs, target, fwd_initialized, bwd_initialized, loss_kwargs)
 
         self.schedule._initialize_pp_stages = learn_shapes_evenly
 

@@ -20,13 +20,11 @@ from math import inf
 
 from titan_moe.config import Config
 from titan_moe.flavors import Flavor
+from titan_moe.plan import flops
 
 ONE_STAGE = ("1F1B",)
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules with one stage per rank, and with exactly two in the shape of a V; the others take two or more"""
-
-FLOPS_PER_MULTIPLY_ADD = 6
-"""Forward 2; backward computes two products of the same size. Whole-layer recompute adds another forward"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,7 @@ class PipelineLayout:
     schedule: str
     pp: int
     layers: tuple[int, ...]
-    flops: tuple[int, ...]
+    flops: tuple[float, ...]
     num_mtp_layers: int = 0
 
     @property
@@ -108,42 +106,19 @@ def default_stages(schedule: str, pp: int) -> int:
 # Cost
 
 
-def layer_flops(flavor: Flavor, layer_index: int, seq_len: int) -> int:
-    """FLOPs of one token's forward and backward through one layer, in sequences of `seq_len` tokens.
-
-    Causal: a token attends to half of its sequence on average. Norms, router and softmax are left out, below 1 %.
-    """
-    f = flavor
-    qk = f.qk_nope_head_dim + f.qk_rope_head_dim
-    query = f.q_lora_rank * (f.dim + f.n_heads * qk) if f.q_lora_rank else f.dim * f.n_heads * qk
-    key_value = f.dim * (f.kv_lora_rank + f.qk_rope_head_dim)
-    key_value += f.kv_lora_rank * f.n_heads * (f.qk_nope_head_dim + f.v_head_dim)
-    projections = query + key_value + f.n_heads * f.v_head_dim * f.dim
-    attention_twice = seq_len * f.n_heads * (qk + f.v_head_dim)  # whole sequences, of which half counts
-    dense = layer_index < f.n_dense_layers
-    hidden = f.dense_hidden_dim if dense else f.moe_hidden_dim * (f.top_k + f.num_shared_experts)
-    return FLOPS_PER_MULTIPLY_ADD * (projections + 3 * f.dim * hidden) + FLOPS_PER_MULTIPLY_ADD * attention_twice // 2
-
-
-def head_flops(flavor: Flavor) -> int:
-    """FLOPs of one token's forward and backward through the output head."""
-    return FLOPS_PER_MULTIPLY_ADD * flavor.dim * flavor.vocab_size
-
-
-def _costs(flavor: Flavor, seq_len: int, recompute: bool) -> tuple[list[int], int]:
+def _costs(flavor: Flavor, seq_len: int, recompute: bool) -> tuple[list[float], float]:
     """FLOPs per token of each layer, and of all that the last stage has besides layers."""
 
-    def layer(i: int) -> int:
-        once = layer_flops(flavor, i, seq_len)
-        return once + once // 3 if recompute else once  # the forward again: 8 FLOPs where there were 6
+    def layer(dense: bool) -> float:
+        once = flops.of_layer(flavor, seq_len, dense=dense)
+        return once + once // 3 if recompute else once  # the forward again: 8 FLOPs where there were 6; whole, for ties
 
-    head = head_flops(flavor)
-    # A multi-token prediction layer is an MoE layer behind a projection of two hidden states, with the head once more.
-    mtp = layer(flavor.n_layers) + FLOPS_PER_MULTIPLY_ADD * 2 * flavor.dim**2 + head
-    return [layer(i) for i in range(flavor.n_layers)], head + flavor.num_mtp_layers * mtp
+    terms = flops.per_token(flavor, seq_len, num_mtp_layers=flavor.num_mtp_layers)
+    last = terms["logits"] + terms["MTP projection"] + flavor.num_mtp_layers * layer(dense=False)
+    return [layer(dense=i < flavor.n_dense_layers) for i in range(flavor.n_layers)], last
 
 
-def stage_flops(flavor: Flavor, layers: list[int], seq_len: int, *, recompute: bool = False) -> list[int]:
+def stage_flops(flavor: Flavor, layers: list[int], seq_len: int, *, recompute: bool = False) -> list[float]:
     """FLOPs per token of each stage. `recompute`: of whole layers; the head is never recomputed."""
     per_layer, last = _costs(flavor, seq_len, recompute)
     found, first = [], 0
@@ -161,7 +136,7 @@ def stage_flops(flavor: Flavor, layers: list[int], seq_len: int, *, recompute: b
 def balanced_layers(flavor: Flavor, num_stages: int, seq_len: int, *, recompute: bool = False) -> list[int]:
     """Layers of each stage: the slowest stage is as fast as can be, then the fullest one as empty as can be."""
     per_layer, last = _costs(flavor, seq_len, recompute)
-    before = [0]  # FLOPs of the layers in front of each layer
+    before = [0.0]  # FLOPs of the layers in front of each layer
     for cost in per_layer:
         before.append(before[-1] + cost)
 

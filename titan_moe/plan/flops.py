@@ -42,6 +42,14 @@ def per_token(flavor: Flavor, seq_len: int, *, num_mtp_layers: int, causal: bool
     return {name: FLOPS_PER_MULTIPLY_ADD * float(each) for name, each in macs.items()}
 
 
+def of_layer(flavor: Flavor, seq_len: int, *, dense: bool) -> float:
+    """FLOPs of one token's forward and backward through one layer, attention counted as causal."""
+    f = flavor
+    hidden = f.dense_hidden_dim if dense else f.moe_hidden_dim * (f.top_k + f.num_shared_experts)
+    macs = sum(_attention(f).values()) + seq_len * core_attention_width(f) / 2 + 3 * f.dim * hidden
+    return FLOPS_PER_MULTIPLY_ADD * macs
+
+
 def core_attention_width(flavor: Flavor) -> int:
     """Multiply-adds of one (query, key) pair over all heads: a score and a weighted sum of values."""
     return flavor.n_heads * (flavor.qk_nope_head_dim + flavor.qk_rope_head_dim + flavor.v_head_dim)
