@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from titan_moe import config_file, launch
 from titan_moe.config import Config
+from titan_moe.config_check import data_parallel_degree, gradient_accumulation_steps
 from titan_moe.config_file import LEAVES, ConfigError, check, load, to_toml
 from titan_moe.config_keys import build, get
 
@@ -494,9 +495,9 @@ def test_good_combinations(file: Any) -> None:
 def test_degrees_and_accumulation(file: Any) -> None:
     """8 ranks as 2 copies of 4 shards; 8 x 8 sequences per pass, 192 per step: 3 passes."""
     config = load([file(""), "--parallelism.data_parallel_replicate_degree=2", "--training.global_batch_size=192"])
-    assert config_file.data_parallel_degree(config, 8) == (2, 4)
-    assert config_file.gradient_accumulation_steps(config, 8) == 3
-    assert config_file.gradient_accumulation_steps(Config(), 8) == 1
+    assert data_parallel_degree(config, 8) == (2, 4)
+    assert gradient_accumulation_steps(config, 8) == 3
+    assert gradient_accumulation_steps(Config(), 8) == 1
 
 
 def test_model_flavor_has_the_overrides() -> None:

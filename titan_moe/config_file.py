@@ -16,7 +16,7 @@ import tomli
 
 from titan_moe import mixture_check, titan02, toml_text
 from titan_moe.config import Config, DataSource
-from titan_moe.config_check import check, data_parallel_degree, gradient_accumulation_steps, model_flavor
+from titan_moe.config_check import check, model_flavor
 from titan_moe.config_keys import LEAVES, SECTIONS, build, converted, not_none, printable, shown, unknown, wrong
 from titan_moe.config_print import literal, to_toml
 from titan_moe.mistakes import ConfigError
@@ -26,8 +26,6 @@ __all__ = [
     "SECTIONS",
     "ConfigError",
     "check",
-    "data_parallel_degree",
-    "gradient_accumulation_steps",
     "load",
     "model_flavor",
     "raise_on_problems",

@@ -54,69 +54,76 @@ def chain(first: Path, out: Path, meshes: dict[str, list[str]]) -> dict[str, lis
 
 def cases(world_size: int, out: Path) -> dict[str, Case]:
     """Name -> case, in the order they run; `out` is the job's folder, which some cases share a run folder in."""
-    if world_size == 1:
-        finished = ["--checkpoint.enable", SCHEDULE_100, f"--job.dump_folder={out / 'extended'}"]
-        argvs = {
-            "one_rank": [],
-            "one_rank_no_bias": [BIAS_OFF],
-            "one_rank_two_experts": TWO_EXPERTS,
-            "one_rank_whole_batch": ["--training.local_batch_size=8"],
-            "one_rank_loop": [LOOP, FULL],
-            "one_rank_losses": LOSSES,
-            "one_rank_mtp": [MTP1],
-            "one_rank_mtp2": [MTP2],
-            "one_rank_drops": ["--moe.capacity_factor=1.0", "--training.steps=2"],
-            "one_rank_seed": SEED_ONLY,
-            "golden": ["--training.steps=10"],
-            "repeat": ["--training.mixed_precision_param=bfloat16"],
-            "repeat_again": ["--training.mixed_precision_param=bfloat16"],
-            "uninterrupted": ["--training.steps=6", SCHEDULE_100],
-            "saved": ["--training.steps=3", "--checkpoint.enable", SCHEDULE_100],
-            "extended": ["--training.steps=3", *finished],
-            "extended_again": ["--training.steps=6", *finished],
-            "workers": ["--training.steps=3", "--training.dataloader.num_workers=2"],
-        }
-        edits = {name: Case(["--training.steps=3"], path) for name, path in edited_copies(out / "edits").items()}
-        return {name: Case(argv) for name, argv in argvs.items()} | edits
-    if world_size == 2:
-        argvs = {
-            "fsdp2": [],
-            "fsdp2_no_bias": [BIAS_OFF, "--loss.num_chunks=1", "--parallelism.fsdp_reshard_after_forward=always"],
-            "fsdp2_ep2": [EP2],
-            "fsdp2_ep2_no_bias": [EP2, BIAS_OFF],
-            "fsdp2_ep2_full": [EP2, FULL],
-            "fsdp2_ep2_selective": [EP2, SELECTIVE, "--moe.weighting=late"],
-            "fsdp2_ep2_alltoall": [EP2, ALLTOALL, LOOP],
-            "fsdp2_ep2_alltoall_full": [EP2, ALLTOALL, FULL],
-            "fsdp2_ep2_alltoall_selective": [EP2, ALLTOALL, SELECTIVE],
-            "fsdp2_ep2_alltoall_redispatch": [EP2, ALLTOALL, FULL, "--moe.redispatch"],
-            "fsdp2_ep2_losses": [EP2, FULL, *LOSSES],
-            "fsdp2_whole_batch": ["--training.local_batch_size=4"],
-            "fsdp2_ep2_parts": [EP2, *PARTS, "--parallelism.fsdp_reshard_after_forward=always"],
-            "fsdp2_ep2_compiled": [EP2, *COMPILED],
-            "tp2": [TP2],
-            "tp2_losses": [TP2, "--loss.num_chunks=1", *LOSSES],
-            "tp2_ep2": [TP2, EP2, *PARTS],
-            "tp2_ep2_losses": [TP2, EP2, *LOSSES],
-            "tp2_mtp2": [TP2, MTP2],
-            "fsdp2_ep2_mtp_full": [EP2, MTP1, FULL],
-            "cp2": [CP2, *PARTS],
-            "cp2_ep2_losses": [CP2, EP2, *LOSSES],
-            "cp2_plain_order": [CP2, "--parallelism.context_parallel_load_balancer=none", SELECTIVE],
-            **{f"pp2_{schedule}": [*pipeline(schedule), *mode] for schedule, mode in PIPELINES.items()},
-            "pp2_uneven": [PP2, f"{LAYERS}=[1, 2]", FULL, "--parallelism.pipeline_parallel_microbatch_size=2"],
-            "pp2_losses": [PP2, SELECTIVE, *LOSSES],
-            "pp2_zbv_losses": [*pipeline("ZBVZeroBubble"), FULL, *LOSSES],
-            **chain(
-                out.parent / "1" / "saved" / "checkpoint" / "step-3",
-                out,
-                {"then_tp2": [TP2], "then_pp2": pipeline("ZBVZeroBubble"), "then_cp2_ep2": [CP2, EP2]},
-            ),
-            "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, "--training.mixed_precision_param=bfloat16"],
-        }
-        few_labels = {"few_labels": Case([EP2], few_labels=True)}
-        return {name: Case(argv) for name, argv in argvs.items()} | few_labels
-    assert world_size == 4
+    return {1: cases_of_1, 2: cases_of_2, 4: cases_of_4}[world_size](out)
+
+
+def cases_of_1(out: Path) -> dict[str, Case]:
+    finished = ["--checkpoint.enable", SCHEDULE_100, f"--job.dump_folder={out / 'extended'}"]
+    argvs = {
+        "one_rank": [],
+        "one_rank_no_bias": [BIAS_OFF],
+        "one_rank_two_experts": TWO_EXPERTS,
+        "one_rank_whole_batch": ["--training.local_batch_size=8"],
+        "one_rank_loop": [LOOP, FULL],
+        "one_rank_losses": LOSSES,
+        "one_rank_mtp": [MTP1],
+        "one_rank_mtp2": [MTP2],
+        "one_rank_drops": ["--moe.capacity_factor=1.0", "--training.steps=2"],
+        "one_rank_seed": SEED_ONLY,
+        "golden": ["--training.steps=10"],
+        "repeat": ["--training.mixed_precision_param=bfloat16"],
+        "repeat_again": ["--training.mixed_precision_param=bfloat16"],
+        "uninterrupted": ["--training.steps=6", SCHEDULE_100],
+        "saved": ["--training.steps=3", "--checkpoint.enable", SCHEDULE_100],
+        "extended": ["--training.steps=3", *finished],
+        "extended_again": ["--training.steps=6", *finished],
+        "workers": ["--training.steps=3", "--training.dataloader.num_workers=2"],
+    }
+    edits = {name: Case(["--training.steps=3"], path) for name, path in edited_copies(out / "edits").items()}
+    return {name: Case(argv) for name, argv in argvs.items()} | edits
+
+
+def cases_of_2(out: Path) -> dict[str, Case]:
+    argvs = {
+        "fsdp2": [],
+        "fsdp2_no_bias": [BIAS_OFF, "--loss.num_chunks=1", "--parallelism.fsdp_reshard_after_forward=always"],
+        "fsdp2_ep2": [EP2],
+        "fsdp2_ep2_no_bias": [EP2, BIAS_OFF],
+        "fsdp2_ep2_full": [EP2, FULL],
+        "fsdp2_ep2_selective": [EP2, SELECTIVE, "--moe.weighting=late"],
+        "fsdp2_ep2_alltoall": [EP2, ALLTOALL, LOOP],
+        "fsdp2_ep2_alltoall_full": [EP2, ALLTOALL, FULL],
+        "fsdp2_ep2_alltoall_selective": [EP2, ALLTOALL, SELECTIVE],
+        "fsdp2_ep2_alltoall_redispatch": [EP2, ALLTOALL, FULL, "--moe.redispatch"],
+        "fsdp2_ep2_losses": [EP2, FULL, *LOSSES],
+        "fsdp2_whole_batch": ["--training.local_batch_size=4"],
+        "fsdp2_ep2_parts": [EP2, *PARTS, "--parallelism.fsdp_reshard_after_forward=always"],
+        "fsdp2_ep2_compiled": [EP2, *COMPILED],
+        "tp2": [TP2],
+        "tp2_losses": [TP2, "--loss.num_chunks=1", *LOSSES],
+        "tp2_ep2": [TP2, EP2, *PARTS],
+        "tp2_ep2_losses": [TP2, EP2, *LOSSES],
+        "tp2_mtp2": [TP2, MTP2],
+        "fsdp2_ep2_mtp_full": [EP2, MTP1, FULL],
+        "cp2": [CP2, *PARTS],
+        "cp2_ep2_losses": [CP2, EP2, *LOSSES],
+        "cp2_plain_order": [CP2, "--parallelism.context_parallel_load_balancer=none", SELECTIVE],
+        **{f"pp2_{schedule}": [*pipeline(schedule), *mode] for schedule, mode in PIPELINES.items()},
+        "pp2_uneven": [PP2, f"{LAYERS}=[1, 2]", FULL, "--parallelism.pipeline_parallel_microbatch_size=2"],
+        "pp2_losses": [PP2, SELECTIVE, *LOSSES],
+        "pp2_zbv_losses": [*pipeline("ZBVZeroBubble"), FULL, *LOSSES],
+        **chain(
+            out.parent / "1" / "saved" / "checkpoint" / "step-3",
+            out,
+            {"then_tp2": [TP2], "then_pp2": pipeline("ZBVZeroBubble"), "then_cp2_ep2": [CP2, EP2]},
+        ),
+        "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, "--training.mixed_precision_param=bfloat16"],
+    }
+    few_labels = {"few_labels": Case([EP2], few_labels=True)}
+    return {name: Case(argv) for name, argv in argvs.items()} | few_labels
+
+
+def cases_of_4(out: Path) -> dict[str, Case]:
     argvs = {
         "fsdp4": [],
         "fsdp4_ep2": [EP2],
