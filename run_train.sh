@@ -97,8 +97,8 @@ if [[ $gpus == 0 && -z ${OMP_NUM_THREADS:-} ]]; then # on CPUs, torchrun's defau
     export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 fi
 
-# exec: a signal sent to this script, by a scheduler for one, has to reach torchrun.
-exec "$python" -m torch.distributed.run \
+# -u: lines reach a file as they come. exec: a signal sent to this script, by a scheduler for one, has to reach torchrun.
+exec "$python" -u -m torch.distributed.run \
     --nnodes "$NNODES" --nproc_per_node "$NGPU" --max-restarts "${MAX_RESTARTS:-0}" \
     --rdzv_backend c10d --rdzv_id "$RUN_ID" --rdzv_endpoint "$endpoint" \
     --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \
