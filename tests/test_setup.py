@@ -320,7 +320,7 @@ def test_run_train_passes_configuration_and_overrides_on(launcher):
     overrides = ["--training.steps=5", '--training.dataset=my data/*.jsonl "quoted"']
     status, _, argv, env = launcher("my configs/a b.toml", *overrides)
     assert status == 0
-    assert argv[:2] == ["-m", "torch.distributed.run"]
+    assert argv[:3] == ["-u", "-m", "torch.distributed.run"]  # -u: lines reach a log file as they come
     assert argv[argv.index("3") + 1 :] == [f"{launcher.root}/train.py", "my configs/a b.toml", *overrides]
     assert (launcher.out / "launch").read_text().splitlines() == ["NGPU=1 NNODES=1", "my configs/a b.toml", *overrides]
     expected = {
