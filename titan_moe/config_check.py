@@ -10,10 +10,9 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
 
-from titan_moe import flavors, mesh_check, mixture_check, pipeline_check, recompute_facts
+from titan_moe import flavors, mesh_check, mixture_check, moe_check, pipeline_check, recompute_facts
 from titan_moe.config import Config
 from titan_moe.mesh_check import (
-    choices,
     data_parallel_degree,
     gradient_accumulation_steps,
     microbatch_size,
@@ -75,10 +74,6 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
     ),
 ]
 
-HERE_DISPATCHERS = ("auto", "local", "alltoall", "dedup")
-HERE_EXPERTS = ("auto", "loop", "grouped_mm")
-"""Backends of the MoE region that exist; the schema also knows the names of those to come"""
-
 
 def check(config: Config, world_size: int, *, accelerator: bool = False) -> list[str]:
     """Everything that does not fit together when `world_size` processes train `config`; empty when all does.
@@ -91,7 +86,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     if accelerator and not unsound & {mesh_check.CP, mesh_check.SEQ_LEN}:
         found += mesh_check.check_accelerator(config)
     found += pipeline_check.check(config, world_size, flavor, unsound)
-    found += _moe(config)
+    found += moe_check.check(config)
     found += _recompute(config)
     found += _lengths(config, flavor.max_seq_len)
     return found
@@ -122,36 +117,6 @@ def _not_finite(section: Any, prefix: str = "") -> dict[str, str]:
             found |= _not_finite(value, f"{path}.")
         elif isinstance(value, float) and not math.isfinite(value):
             found[path] = f"{path} = {value}: must be finite"
-    return found
-
-
-def _moe(config: Config) -> list[str]:
-    found = []
-    moe, ep = config.moe, config.parallelism.expert_parallel_degree
-    for key, here in (("dispatcher", HERE_DISPATCHERS), ("experts", HERE_EXPERTS)):
-        name = getattr(moe, key)
-        if name not in here:
-            found.append(f'moe.{key} = "{name}": is not built in yet; available: {", ".join(here)}')
-    if moe.dispatcher == "local" and ep > 1:
-        found.append(
-            f'moe.dispatcher = "local": keeps every token on its rank, but parallelism.expert_parallel_degree = {ep} '
-            'spreads the experts over as many; choose "auto", "alltoall" or "dedup", or expert_parallel_degree = 1'
-        )
-    if moe.dispatcher in ("alltoall", "dedup") and ep == 1:
-        found.append(
-            f'moe.dispatcher = "{moe.dispatcher}": exchanges tokens between ranks, but expert_parallel_degree = 1; '
-            'choose "auto" or "local", or a higher expert_parallel_degree'
-        )
-    per_node = moe.ranks_per_node
-    if per_node is not None and per_node >= 1 and ep > 1 and ep % per_node:
-        found.append(
-            f"moe.ranks_per_node = {per_node}: must divide parallelism.expert_parallel_degree = {ep}; {choices(ep)}"
-        )
-    if per_node is not None and (moe.dispatcher in ("local", "alltoall") or ep == 1):
-        found.append(
-            f"moe.ranks_per_node = {per_node}: only the dispatcher dedup sends by node, and only with an "
-            'expert_parallel_degree above 1; leave it out, or set moe.dispatcher = "dedup"'
-        )
     return found
 
 

@@ -22,6 +22,11 @@ The contract (it is that of Transformer Engine's expert parallelism, so what hol
   one op of `titan_moe`, as is each exchange of rows (see exchange.py), so that activation checkpointing can keep its
   result by name; backward and recompute then move rows at most, and never plan again.
 
+`recv_buffer` is the shape policy of the received rows. "exact": as many as there are, which the host must learn, so it
+waits for the device once per layer. "worst_case" or a factor: a fixed number R, the same on all ranks, so that nobody
+waits. A factor is of the mean, T K rows, and routing may overflow it: then the plan's `overflow`, on the device, is
+true, rows are missing, and the whole step must be thrown away on all ranks and repeated after `grow`.
+
 `drop_policy` says which copies lose when a (source rank, expert) pair has more than C = ceil(f T K / E), f being
 `capacity_factor`. Without a factor nothing is dropped.
 
@@ -55,7 +60,8 @@ class Hop:
 
 @dataclass
 class Plan:
-    """Where every copy goes. Made by `Dispatcher.plan`; only the first four fields are for others to read.
+    """Where every copy goes. Made by `Dispatcher.plan`; only the first four and `overflow` are for others
+    to read.
 
     counts_E: int64 [E], how many of this rank's copies the router gave each expert, dropped ones included.
     padded_counts_e: int64 [e], slab sizes on this rank, multiples of the alignment.
@@ -71,6 +77,7 @@ class Plan:
     rows: RowMap  # from the rows that arrive (without hops: the tokens) to the slabs
     copies: CopyMap  # the same for routing weights
     hops: list[Hop] = field(default_factory=list)
+    overflow: Tensor | None = None  # bool scalar on the device: rows are missing; None where that cannot be
 
 
 @dataclass
@@ -99,6 +106,8 @@ class Dispatcher:
         drop_policy: "probs" drops the lowest weights, "position" the last tokens.
         ep_group: the expert-parallel ranks; None for one rank.
         ranks_per_node: only for dedup.
+        recv_buffer: "exact", "worst_case" or a factor of the mean number of rows.
+        max_tokens: the most tokens that any of the ranks will bring; fixed buffers are made for it.
     Raises ValueError for numbers that do not fit together.
     """
 
@@ -116,8 +125,11 @@ class Dispatcher:
         drop_policy: str = "probs",
         ep_group: ProcessGroup | None = None,
         ranks_per_node: int | None = None,
+        recv_buffer: str | float = "exact",
+        max_tokens: int | None = None,
     ) -> None:
         self.num_experts, self.top_k, self.alignment = num_experts, top_k, alignment
+        self.recv_buffer, self.max_tokens = recv_buffer, max_tokens
         self.capacity_factor, self.drop_policy = capacity_factor, drop_policy
         self.ep_group, self.ranks_per_node = ep_group, ranks_per_node
         self.ranks = 1 if ep_group is None else ep_group.size()

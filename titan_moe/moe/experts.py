@@ -26,7 +26,7 @@ width, I and O input and output width of one GEMM.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -79,9 +79,23 @@ def grouped_mm(
     late: bool = False,
     source: Source | None = None,
 ) -> Tensor:
-    """y_RD by grouped GEMMs; the rows beyond the last slab are undefined."""
-    experts, hidden, _, width = w13_EF2D.shape
+    """y_RD by torch._grouped_mm; the rows beyond the last slab are undefined."""
     gemm = (_PiecewiseGemm if x_RD.device.type == "cpu" else _GroupedGemm)(counts_E)
+    return by_gemm(gemm, x_RD, weight_R, w13_EF2D, w2_EDF, late=late, source=source)
+
+
+def by_gemm(
+    gemm: "GroupedGemm",
+    x_RD: Tensor,
+    weight_R: Tensor,
+    w13_EF2D: Tensor,
+    w2_EDF: Tensor,
+    *,
+    late: bool = False,
+    source: Source | None = None,
+) -> Tensor:
+    """y_RD by any grouped GEMM; the rows beyond the last slab are undefined."""
+    experts, hidden, _, width = w13_EF2D.shape
     gate_up_R2F = _linear(gemm, x_RD, w13_EF2D.view(experts, 2 * hidden, width), source)
 
     # The wgrad of w2 needs h again. Its node is made before SwiGLU's, so backward comes to it later and finds the h
@@ -115,6 +129,18 @@ def grouped_mm_problem(device: str, dtype: torch.dtype, width: int, hidden: int)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Grouped GEMM: for each expert y = x w^T (forward), y = x w (dgrad), y^T x (wgrad)
+
+
+class GroupedGemm(Protocol):
+    """What the autograd Functions below need. One per forward: it knows the slabs."""
+
+    def forward(self, x_RI: Tensor, w_EOI: Tensor) -> Tensor: ...
+
+    def dgrad(self, grad_RO: Tensor, w_EOI: Tensor) -> Tensor: ...
+
+    def wgrad(self, grad_RO: Tensor, x_RI: Tensor) -> Tensor: ...
+
+    def blocks(self, width: int) -> list[slice]: ...
 
 
 class _GroupedGemm:
@@ -185,7 +211,7 @@ class _PiecewiseGemm:
 # A grouped linear map with dgrad and wgrad apart
 
 
-def _linear(gemm: _GroupedGemm | _PiecewiseGemm, x_RI: Tensor, w_EOI: Tensor, source: Source | None) -> Tensor:
+def _linear(gemm: GroupedGemm, x_RI: Tensor, w_EOI: Tensor, source: Source | None) -> Tensor:
     """y = x w^T for each slab, as three nodes:
 
                     y         backward of _Join hands dy to both

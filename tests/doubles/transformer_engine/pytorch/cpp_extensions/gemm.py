@@ -1,0 +1,1 @@
+"""Grouped GEMM on a CPU, under TE's rules."""

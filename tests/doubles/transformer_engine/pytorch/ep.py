@@ -1,0 +1,1 @@
+"""Expert parallelism over gloo, under TE's rules."""

@@ -1,0 +1,2 @@
+from .ep import *  # noqa: F403
+from .gemm import *  # noqa: F403

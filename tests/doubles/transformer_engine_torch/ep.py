@@ -1,0 +1,1 @@
+"""The functions of TE's extension that its ep.py calls."""

@@ -1,0 +1,39 @@
+"""The backends of the MoE region: what they can do together. See config_check.py. No torch."""
+
+from titan_moe.config import Config
+from titan_moe.mesh_check import choices
+
+HERE_DISPATCHERS = ("auto", "local", "alltoall", "dedup")
+HERE_EXPERTS = ("auto", "loop", "grouped_mm")
+"""Backends of the MoE region that exist; the schema also knows the names of those to come"""
+
+
+def check(config: Config) -> list[str]:
+    """What does not fit together in the [moe] section, and between it and the expert-parallel degree."""
+    found = []
+    moe, ep = config.moe, config.parallelism.expert_parallel_degree
+    for key, here in (("dispatcher", HERE_DISPATCHERS), ("experts", HERE_EXPERTS)):
+        name = getattr(moe, key)
+        if name not in here:
+            found.append(f'moe.{key} = "{name}": is not built in yet; available: {", ".join(here)}')
+    if moe.dispatcher == "local" and ep > 1:
+        found.append(
+            f'moe.dispatcher = "local": keeps every token on its rank, but parallelism.expert_parallel_degree = {ep} '
+            'spreads the experts over as many; choose "auto", "alltoall" or "dedup", or expert_parallel_degree = 1'
+        )
+    if moe.dispatcher in ("alltoall", "dedup") and ep == 1:
+        found.append(
+            f'moe.dispatcher = "{moe.dispatcher}": exchanges tokens between ranks, but expert_parallel_degree = 1; '
+            'choose "auto" or "local", or a higher expert_parallel_degree'
+        )
+    per_node = moe.ranks_per_node
+    if per_node is not None and per_node >= 1 and ep > 1 and ep % per_node:
+        found.append(
+            f"moe.ranks_per_node = {per_node}: must divide parallelism.expert_parallel_degree = {ep}; {choices(ep)}"
+        )
+    if per_node is not None and (moe.dispatcher in ("local", "alltoall") or ep == 1):
+        found.append(
+            f"moe.ranks_per_node = {per_node}: only the dispatcher dedup sends by node, and only with an "
+            'expert_parallel_degree above 1; leave it out, or set moe.dispatcher = "dedup"'
+        )
+    return found
