@@ -36,6 +36,20 @@ SEED_ONLY = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 SCHEDULE_100 = "--lr_scheduler.total_steps=100"
 
 
+SLOW: dict[int, set[str]] = {
+    1: set(),
+    2: {
+        *("fsdp2_no_bias", "fsdp2_ep2_no_bias", "fsdp2_ep2_compiled", "tp2_losses", "tp2_mtp2", "tp2_ep2"),
+        *("cp2_plain_order", "pp2_uneven", "pp2_losses", "pp2_zbv_losses"),
+    },
+    4: {
+        *("fsdp4", "fsdp4_ep2_no_bias", "hsdp2x2", "fsdp2_cp2", "hsdp2_tp2", "hsdp2_cp2", "hsdp2_pp2", "pp2_tp2"),
+        *("pp2_ep2", "fsdp2_pp2", "then_pp2_ep2", "then_tp2_ep2", "then_hsdp2"),
+    },
+}
+"""By number of ranks, cases that the default tests leave out: what they combine is there singly, or in others"""
+
+
 def pipeline(schedule: str) -> list[str]:
     """Two ranks; schedules with two stages per rank have four for three layers, the last one with the head alone."""
     return [PP2, f"{SCHEDULE}={schedule}", *([] if schedule == "1F1B" else [f"{LAYERS}=[1, 1, 1, 0]"])]
@@ -53,7 +67,7 @@ def chain(first: Path, out: Path, meshes: dict[str, list[str]]) -> dict[str, lis
 
 
 def cases(world_size: int, out: Path) -> dict[str, Case]:
-    """Name -> case, in the order they run; `out` is the job's folder, which some cases share a run folder in."""
+    """Name -> case, in the order they run; `out` is their folder, which some cases share a run folder in."""
     return {1: cases_of_1, 2: cases_of_2, 4: cases_of_4}[world_size](out)
 
 

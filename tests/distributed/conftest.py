@@ -1,10 +1,11 @@
-"""One torchrun job per number of ranks, started by the first test that asks for one of its cases."""
+"""One torchrun job per number of ranks, and one for the slow cases of that number, started by the first test that asks
+for one of its cases."""
 
 from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.cases import cases
+from tests.distributed.cases import SLOW, cases
 from tests.distributed.harness import Outcome, run_cases
 
 REPORTED: list[str] = []
@@ -14,14 +15,16 @@ REPORTED: list[str] = []
 def outcome(tmp_path_factory) -> Callable[[int, str], Outcome]:
     """`outcome(world_size, name)`: what that case left."""
     root = tmp_path_factory.mktemp("runs")
-    done: dict[int, dict[str, Outcome]] = {}
+    done: dict[tuple[int, bool], dict[str, Outcome]] = {}
 
     def get(world_size: int, name: str) -> Outcome:
-        for ranks in (1, world_size):  # some cases of several ranks go on from a checkpoint of one
-            if ranks not in done:
-                out = root / str(ranks)
-                done[ranks] = run_cases(ranks, cases(ranks, out), out)
-        return done[world_size][name]
+        slow = name in SLOW[world_size]
+        for job in ((1, False), (world_size, slow)):  # some cases of several ranks go on from a checkpoint of one
+            if job not in done:
+                ranks, out = job[0], root / str(job[0])
+                chosen = {name: case for name, case in cases(ranks, out).items() if (name in SLOW[ranks]) == job[1]}
+                done[job] = run_cases(ranks, chosen, out)
+        return done[world_size, slow][name]
 
     return get
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.distributed.cases import PIPELINES
+from tests.distributed.cases import PIPELINES, SLOW
 
 COMPARED = [
     (1, "one_rank_whole_batch", "one_rank"),
@@ -62,7 +62,12 @@ COMPARED = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "name", "reference"), COMPARED)
+def marked(rows: list[tuple]) -> list:
+    """`rows` of ranks, name, ... with those of slow cases marked."""
+    return [pytest.param(*row, marks=[pytest.mark.slow] if row[1] in SLOW[row[0]] else []) for row in rows]
+
+
+@pytest.mark.parametrize(("ranks", "name", "reference"), marked(COMPARED))
 def test_losses_equal_one_ranks(outcome, ranks, name, reference):
     metrics, expected = outcome(ranks, name).metrics, outcome(1, reference).metrics
     assert list(metrics) == list(expected) == [1, 2, 3, 4, 5]
@@ -73,7 +78,7 @@ def test_losses_equal_one_ranks(outcome, ranks, name, reference):
     assert metrics[5]["tokens_seen"] == expected[5]["tokens_seen"] == 5 * 8 * 64
 
 
-@pytest.mark.parametrize(("ranks", "name", "reference"), COMPARED)
+@pytest.mark.parametrize(("ranks", "name", "reference"), marked(COMPARED))
 def test_every_parameters_gradient_equals_one_ranks(outcome, ranks, name, reference, report):
     step1, expected = outcome(ranks, name).step1, outcome(1, reference).step1
     flipped = (step1["routing"] != expected["routing"]).any(dim=-1)
@@ -110,14 +115,17 @@ def test_losses_of_ranks_with_few_labels(outcome):
     assert few.metrics[5]["validation_loss"] == pytest.approx(sum(losses) / sum(labels), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [*(f"pp2_{schedule}" for schedule in PIPELINES), "pp2_uneven", "pp2_zbv_losses"])
-def test_no_schedule_runs_an_expert_gemm_twice(outcome, name):
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    marked([*((2, f"pp2_{schedule}") for schedule in PIPELINES), (2, "pp2_uneven"), (2, "pp2_zbv_losses")]),
+)
+def test_no_schedule_runs_an_expert_gemm_twice(outcome, ranks, name):
     """Schedules that split backward ask for inputs' gradients first and for weights' later: each expert GEMM runs once,
     two of each kind per MoE layer and microbatch."""
     microbatches = 4 if name == "pp2_uneven" else 8
     layers = 2
     once = 2 * layers * microbatches
-    assert outcome(2, name).step1["expert_gemms"] == {"_Dgrad": once, "_Wgrad": once}
+    assert outcome(ranks, name).step1["expert_gemms"] == {"_Dgrad": once, "_Wgrad": once}
 
 
 def test_a_pipeline_learns_shapes_with_an_even_load(outcome):
@@ -127,7 +135,7 @@ def test_a_pipeline_learns_shapes_with_an_even_load(outcome):
     assert loads and max(loads) <= 1.25
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_on_any_mesh(outcome, ranks):
     """3 steps on one rank, then one on each of three meshes in turn, each from what the last one saved: one curve,
     of which the moments are part from the second loss on."""
