@@ -130,6 +130,7 @@ class Dispatcher:
     ) -> None:
         self.num_experts, self.top_k, self.alignment = num_experts, top_k, alignment
         self.recv_buffer, self.max_tokens = recv_buffer, max_tokens
+        self.factor = None if isinstance(recv_buffer, str) else float(recv_buffer)  # the present one: `grow` raises it
         self.capacity_factor, self.drop_policy = capacity_factor, drop_policy
         self.ep_group, self.ranks_per_node = ep_group, ranks_per_node
         self.ranks = 1 if ep_group is None else ep_group.size()
@@ -147,6 +148,12 @@ class Dispatcher:
         if self.capacity_factor is None:
             return None
         return layout.copies_per_expert(self.capacity_factor, tokens, self.top_k, self.num_experts)
+
+    def grow(self) -> None:
+        """Make the fixed buffers larger, after one of them overflowed on any rank. All ranks must call it, between
+        steps. Raises ValueError at the bound of `layout.next_factor`."""
+        assert self.factor is not None and not isinstance(self.recv_buffer, str), "only a factor can overflow"
+        self.factor = layout.next_factor(self.recv_buffer, self.factor)
 
     def max_rows(self, tokens: int) -> int:
         """The most rows R that this rank can receive when every rank has `tokens` tokens."""

@@ -27,6 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+GROWTH, GROWTH_BOUND = 1.5, 4.0
+"""How a buffer grows when it overflowed: each time by this factor, in all to this multiple of the configured one"""
+
 
 def round_up(n, multiple: int):
     """`n`, an int or an integer tensor, rounded up to a multiple of `multiple`."""
@@ -55,10 +58,39 @@ def worst_rows(tokens: int, top_k: int, local_experts: int, alignment: int, rank
     return min(local_experts * one_slab, round_up(copies + (alignment - 1) * min(local_experts, copies), alignment))
 
 
+def static_rows(factor: float | None, tokens: int, top_k: int, local_experts: int, alignment: int, ranks: int) -> int:
+    """R of buffers that do not follow the routing: `factor` times a rank's mean of T K rows, padded slab by slab, or
+    the worst case if that is less. None is the worst case."""
+    worst = worst_rows(tokens, top_k, local_experts, alignment, ranks)
+    if factor is None:
+        return worst
+    slab = round_up(math.ceil(tokens * top_k / local_experts), alignment)
+    return min(round_up(times(factor, local_experts * slab), alignment), worst)
+
+
+def next_factor(configured: float, factor: float) -> float:
+    """The factor after `factor` when buffers of it have overflowed: 1.5 times as large, and at most 4 times the
+    configured one. Raises ValueError when that has overflowed too."""
+    bound = GROWTH_BOUND * configured
+    if factor >= bound:
+        growths = math.ceil(math.log(GROWTH_BOUND, GROWTH))
+        raise ValueError(
+            f"moe.recv_buffer = {configured}: buffers of {factor:g} times the mean overflowed too, after "
+            f"{growths} growths, and {GROWTH_BOUND:g} x {configured} is the bound: set moe.recv_buffer to more than "
+            f'{factor:g}, or to "worst_case", which holds any routing; or balance the experts (moe.load_balance_coeff)'
+        )
+    return min(factor * GROWTH, bound)
+
+
 def copies_per_expert(capacity_factor: float, tokens: int, top_k: int, num_experts: int) -> int:
     """C = ceil(f T K / E), the copies that one rank may send to one expert. The factor counts as the decimal it was
     written as: in binary 1.1 * 400 * 8 / 64 is a little more than 55, and its ceiling 56."""
-    return math.ceil(Fraction(str(capacity_factor)) * tokens * top_k / num_experts)
+    return times(capacity_factor, Fraction(tokens * top_k, num_experts))
+
+
+def times(factor: float, number: Fraction | int) -> int:
+    """The factor, as the decimal it was written as, times a number, rounded up."""
+    return math.ceil(Fraction(str(factor)) * number)
 
 
 class Copies(NamedTuple):
