@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from titan_moe.moe.dispatch import PAYLOAD_OPS, PLAN_OPS, make_dispatcher
+from titan_moe.moe.static import fixed_sizes
 
 NAN = float("nan")
 
@@ -42,6 +43,7 @@ class Case:
     tokens: tuple[int, ...] = (13, 7, 10, 5)  # of each expert-parallel rank
     width: int = 3
     alignment: int = 4
+    buffer: str | float = "exact"
 
     @property
     def name(self) -> str:
@@ -80,6 +82,38 @@ def cases(world_size: int) -> list[Case]:
             replace(case, check="needs_no_other_gradient"),
             replace(case, check="repeats_bitwise", tokens=(64, 50, 64, 3)),
         ]
+    return found + fixed(both)
+
+
+def fixed(both: list[Case]) -> list[Case]:
+    """With buffers that do not follow the routing; 1.5 times the mean holds what the random routings here bring."""
+    found = []
+    for case in (replace(case, buffer=buffer) for case in both for buffer in ("worst_case", 1.5)):
+        drops = [{}, {"factor": 1.0}, {"factor": 0.6, "policy": "position"}]
+        found += [replace(case, **drop) for drop in drops]
+        found += [
+            replace(case, top_k=1, tokens=(40, 33, 28, 0)),
+            replace(case, top_k=case.experts),
+            replace(case, tokens=(0, 49, 0, 34)),
+            replace(case, experts=12, top_k=5, tokens=(37, 1, 23, 11), width=17, alignment=16),
+            replace(case, alignment=1),
+            replace(case, check="is_transposed"),
+            replace(case, check="rounds_once", width=8),
+            replace(case, check="sends_what_it_says", tokens=(40, 33, 28, 0), experts=16, top_k=6),
+            replace(case, check="recomputes_without_planning"),
+            replace(case, check="needs_no_other_gradient"),
+            replace(case, check="equals_exact", tokens=(64, 50, 64, 3)),
+            replace(case, check="equals_exact", tokens=(64, 50, 64, 3), factor=1.0),
+        ]
+        if case.buffer == "worst_case":
+            found += [replace(case, routing="few_experts"), replace(case, routing="one_expert", top_k=1)]
+        else:
+            found += [
+                replace(case, check="overflows", buffer=1.0, routing="one_expert", top_k=1),
+                replace(case, check="overflows", buffer=1.0, routing="few_experts"),
+                replace(case, check="overflows", buffer=1.0, tokens=(64, 50, 64, 3)),
+                replace(case, check="overflows", buffer=1.0, tokens=(64, 50, 64, 3), factor=1.5, experts=16),
+            ]
     return found
 
 
@@ -116,6 +150,8 @@ class Rank:
             capacity_factor=case.factor,
             drop_policy=case.policy,
             ep_group=None if case.dispatcher == "local" else group,
+            recv_buffer=case.buffer,
+            max_tokens=max(1, *case.tokens),
             **({} if case.per_node is None else {"ranks_per_node": case.per_node}),
         )
 
@@ -149,7 +185,9 @@ class Rank:
         padded = [-(-n // alignment) * alignment for n in counts]
         assert received.counts_e.tolist() == padded and received.counts_e.dtype == torch.int64
         assert received.x_RD.shape[0] >= sum(padded)
-        if self.case.dispatcher != "local":
+        if self.case.buffer != "exact":
+            assert received.x_RD.shape[0] == self.dispatcher.fixed_rows()
+        elif self.case.dispatcher != "local":
             assert received.x_RD.shape[0] == sum(padded)
         assert received.x_RD.shape[0] <= self.dispatcher.max_rows(max(self.case.tokens))
         real = torch.zeros(received.x_RD.shape[0], dtype=torch.bool)
@@ -205,6 +243,8 @@ def equals_a_loop(case: Case, group) -> None:
     torch.testing.assert_close(rank.x.grad, x_grads[rank.me], **close)
     torch.testing.assert_close(rank.w.grad, w_grads[rank.me], **close)
     torch.testing.assert_close(rank.map_eDD.grad, map_grad[rank.me * rank.e :][: rank.e], **close)
+    assert (plan.overflow is not None) == rank.dispatcher.can_overflow
+    assert plan.overflow is None or not plan.overflow
     kept = rank.kept(rank.me)
     assert plan.counts_E.tolist() == [int((rank.ids == expert).sum()) for expert in range(case.experts)]
     assert plan.dropped.item() == rank.ids.numel() - len(kept) and plan.dropped.dtype == torch.int64
@@ -273,6 +313,7 @@ def sends_what_it_says(case: Case, group) -> None:
     with recorded() as calls:
         plan = rank.dispatcher.plan(rank.ids, rank.w)
         assert [kind for kind, _ in calls] == ["plan"] * {"alltoall": 1, "dedup": hops + 1}[case.dispatcher]
+        planned = calls[-1][1]
         calls.clear()
         received = rank.dispatcher.dispatch(rank.x, rank.w, plan)
         assert [kind for kind, _ in calls] == ["weights", "rows"] * hops
@@ -306,7 +347,15 @@ def sends_what_it_says(case: Case, group) -> None:
             sum(node == me // n for s in mates for _, node in crossing[s]),
             sum(to == me for source in pairs for _, to in source),
         ]
-    assert weights[0] == len(rank.kept(me))
+    if case.buffer != "exact":
+        sizes = fixed_sizes(rank.dispatcher)
+        slots = sizes.copies if case.dispatcher == "alltoall" else sizes.rows
+        assert max(there + back) <= ranks * slots and len(rank.kept(me)) <= ranks * sizes.copies
+        there = back = [ranks * slots]
+        assert weights == [ranks * sizes.copies]
+        assert planned == (ranks if case.dispatcher == "alltoall" else ranks * sizes.copies)
+    else:
+        assert weights[0] == len(rank.kept(me))
     assert sent == {"dispatch": there, "combine": back, "combine backward": there, "dispatch backward": back}, (
         sent,
         there,
@@ -371,6 +420,62 @@ def needs_no_other_gradient(case: Case, group) -> None:
         rank.dispatcher.combine(y_RD, received.state).sum().backward()
     torch.testing.assert_close(rank.x.grad, rank.w.detach().sum(1, keepdim=True).expand_as(rank.x))
     torch.testing.assert_close(rank.w.grad, rank.x.detach().sum(1, keepdim=True).expand_as(rank.w))
+
+
+def equals_exact(case: Case, group) -> None:
+    """The same bits: slabs are of the same sizes and sums in the same order."""
+
+    def run(case):
+        rank = Rank(case, group, dtype=torch.float32)
+        out, _ = rank.forward()
+        out.backward(rank.all_grad[rank.me].float())
+        return [out, rank.x.grad, rank.w.grad, rank.map_eDD.grad]
+
+    assert all(torch.equal(one, two) for one, two in zip(run(case), run(replace(case, buffer="exact"))))
+
+
+def overflows(case: Case, group) -> None:
+    """The flag is what a count by loops says, on each rank; numbers stay finite; no rank's `grow` is in vain."""
+    rank = Rank(case, group)
+    dispatcher, growths = rank.dispatcher, 0
+    while dispatcher.can_overflow:
+        plan = dispatcher.plan(rank.ids, rank.w)
+        expected = too_much(rank)
+        assert plan.overflow.item() == expected and plan.overflow.dtype == torch.bool
+        received = dispatcher.dispatch(rank.x, rank.w, plan)
+        assert received.x_RD.shape[0] == dispatcher.fixed_rows() >= received.counts_e.sum()
+        real_R = torch.arange(received.x_RD.shape[0]) < received.counts_e.sum()
+        y_RD = torch.where(real_R[:, None], received.x_RD * received.weight_R[:, None], NAN)
+        out = dispatcher.combine(y_RD, plan)
+        received.x_RD.register_hook(lambda grad, real_R=real_R: torch.where(real_R[:, None], grad, NAN))
+        received.weight_R.register_hook(lambda grad, real_R=real_R: torch.where(real_R, grad, NAN))
+        gradients = torch.autograd.grad(out.sum(), [rank.x, rank.w])
+        assert all(tensor.isfinite().all() for tensor in (out, *gradients))
+        anywhere = torch.tensor(float(expected))
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
+        if not anywhere:
+            break
+        dispatcher.grow()
+        growths += 1
+    assert growths > 0, "nothing overflowed"
+    outs, *_ = rank.loop()
+    torch.testing.assert_close(rank.forward()[0].detach(), outs[rank.me].detach(), rtol=1e-12, atol=1e-12)
+
+
+def too_much(rank: Rank) -> bool:
+    """Whether this rank sends more to some rank, or gets more, than the buffers hold."""
+    case, (copies, rows, slab_rows), alignment = rank.case, fixed_sizes(rank.dispatcher), rank.case.alignment
+    to = [(t, int(rank.ids[t, k]) // rank.e) for t, k in rank.kept(rank.me)]
+    per_rank = [sum(place == other for _, place in to) for other in range(case.ranks)]
+    unique = [sum(place == other for _, place in set(to)) for other in range(case.ranks)]
+    sends = max(per_rank) > copies or (case.dispatcher == "dedup" and max(unique) > rows)
+    # What a rank gets is what the others' slots let through.
+    arrived = [0] * rank.e
+    for source in range(case.ranks):
+        ids = sorted(int(rank.all_ids[source][t, k]) for t, k in rank.kept(source))
+        for expert in [i for i in ids if i // rank.e == rank.me][:copies]:
+            arrived[expert - rank.me * rank.e] += 1
+    return sends or sum(-(-n // alignment) * alignment for n in arrived) > slab_rows
 
 
 def repeats_bitwise(case: Case, group) -> None:

@@ -10,34 +10,33 @@ Shape letters: T tokens of this rank, K top-k, N = T*K copies, U copies sent (N 
 received, E experts, e experts of one rank, S source ranks, R rows of the padded slabs.
 """
 
-from typing import NamedTuple, NoReturn
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from titan_moe.moe import layout
-from titan_moe.moe.contract import Dispatcher, Hop, Plan
+from titan_moe.moe import layout, static
+from titan_moe.moe.contract import Dispatcher, Plan
 from titan_moe.moe.exchange import group_named
+from titan_moe.moe.plan_tensors import pack, read_sizes, refuse_fake, unpack_exact
 from titan_moe.moe.rows import CopyMap, RowMap
 
 
 class AllToAllDispatcher(Dispatcher):
-    """k copies per token on the wire; one host sync per layer, in the plan."""
+    """k copies per token on the wire; one host sync per layer, in the plan, or none with a fixed `recv_buffer`."""
 
     name = "alltoall"
 
     def _plan(self, topk_ids_TK: Tensor, topk_weights_TK: Tensor | None) -> Plan:
-        tensors = torch.ops.titan_moe.plan_alltoall(
-            topk_ids_TK,
-            topk_weights_TK,
-            self.num_experts,
-            self.alignment,
-            self.capacity(topk_ids_TK.shape[0]),
-            self.group.group_name,
+        T = topk_ids_TK.shape[0]
+        arguments = (topk_ids_TK, topk_weights_TK, self.num_experts, self.alignment, self.capacity(T))
+        if self.recv_buffer == "exact":
+            tensors = torch.ops.titan_moe.plan_alltoall(*arguments, self.group.group_name)
+            return unpack_exact(tensors, T, self.ranks, hops=1)
+        sizes = static.fixed_sizes(self)
+        tensors = torch.ops.titan_moe.plan_alltoall_fixed(
+            *arguments, self.group.group_name, sizes.copies, sizes.slab_rows
         )
-        return unpack(tensors, topk_ids_TK.shape[0], self.ranks, hops=1)
+        return static.unpack_fixed(tensors, T, self, sizes.copies, sizes.copies)
 
 
 @torch.library.custom_op("titan_moe::plan_alltoall", mutates_args=())
@@ -74,21 +73,6 @@ def _(ids_TK, weights_TK, num_experts, alignment, capacity, group_name):
     refuse_fake(torch.ops.titan_moe.plan_alltoall.default)
 
 
-class Sizes(NamedTuple):
-    """What the host has to know about one hop: how many rows, and how many routing weights, come from and go to each
-    rank."""
-
-    rows: tuple[list[int], list[int]]
-    copies: tuple[list[int], list[int]]
-
-
-def read_sizes(host: Tensor, ranks: int, hops: int) -> tuple[list[Sizes], int]:
-    """The sizes of each hop and R, from the int64 tensor [4 ranks hops + 1] on the CPU that they travel in."""
-    *numbers, R = host.tolist()
-    splits = [numbers[i : i + ranks] for i in range(0, len(numbers), ranks)]
-    return [Sizes((splits[i], splits[i + 1]), (splits[i + 2], splits[i + 3])) for i in range(0, 4 * hops, 4)], R
-
-
 def send_copies(own: layout.Copies, sent: int) -> CopyMap:
     """From this rank's N copies to the `sent` ones on the wire, sorted by expert."""
     index_U = own.order_N[:sent]
@@ -103,37 +87,3 @@ def copies_by_token(ids_TK: Tensor, own: layout.Copies, position_N: Tensor, sent
         return position_N, torch.arange(0, T * K, K, device=ids_TK.device)
     kept = torch.nonzero_static(own.kept_N, size=sent)[:, 0]
     return position_N[kept], layout.exclusive_cumsum(own.kept_N.view(T, K).sum(1))
-
-
-def pack(own: layout.Copies, ids_TK: Tensor, padded_e: Tensor, host: Tensor, maps: list[RowMap | CopyMap]):
-    """A plan as the list of tensors that an op may return: no two may share memory."""
-    kept_TK = ids_TK.new_empty(0, dtype=torch.bool) if own.kept_N is None else own.kept_N.view_as(ids_TK)
-    dropped = (own.load_E - own.kept_E).sum()
-    tensors = [own.load_E, padded_e, dropped, kept_TK, host, *(tensor for each in maps for tensor in each)]
-    seen: set[int] = set()
-    for i, tensor in enumerate(tensors):
-        storage = tensor.untyped_storage()._cdata
-        tensors[i] = tensor.clone() if storage in seen else tensor.contiguous()
-        seen.add(storage)
-    return tensors
-
-
-def unpack(tensors: list[Tensor], tokens: int, ranks: int, hops: int) -> Plan:
-    """The plan that `pack` took apart. Its host tensor is on the CPU already: reading it is not another sync."""
-    load_E, padded_e, dropped, kept_TK, host, *rest = tensors
-    maps = [(RowMap(*rest[i : i + 3]), CopyMap(*rest[i + 3 : i + 5])) for i in range(0, len(rest), 5)]
-    sizes, _ = read_sizes(host, ranks, hops)
-    return Plan(
-        load_E,
-        padded_e,
-        dropped,
-        kept_TK if kept_TK.dim() == 2 else None,
-        tokens,
-        *maps[-1],
-        [Hop(*each, *size) for each, size in zip(maps, sizes)],
-    )
-
-
-def refuse_fake(op: torch._ops.OpOverload) -> NoReturn:
-    """The sizes of these plans depend on the routing, so there is nothing a fake kernel could return."""
-    raise DynamicOutputShapeException(op)

@@ -46,6 +46,7 @@ from titan_moe.moe.exchange import combine_rows, dispatch_rows
 from titan_moe.moe.rows import CopyMap, RowMap, gather_rows, select_copies, sum_rows
 
 DROP_POLICIES = ("probs", "position")
+RECV_BUFFERS = ("exact", "worst_case")  # or a factor
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Hop:
     copies: CopyMap  # from the routing weights held to those on the wire
     row_splits: tuple[list[int], list[int]]  # received from, sent to each rank
     copy_splits: tuple[list[int], list[int]]
+    empty_slots: bool = False  # some rows on the wire stand for none: the maps then count on a row of zeros behind them
 
 
 @dataclass
@@ -136,6 +138,7 @@ class Dispatcher:
         self.ranks = 1 if ep_group is None else ep_group.size()
         _check(self)
         self.local_experts = num_experts // self.ranks
+        self.sync_free = self.sync_free or recv_buffer != "exact"
 
     @property
     def group(self) -> ProcessGroup:
@@ -148,6 +151,20 @@ class Dispatcher:
         if self.capacity_factor is None:
             return None
         return layout.copies_per_expert(self.capacity_factor, tokens, self.top_k, self.num_experts)
+
+    def fixed_rows(self) -> int:
+        """R of buffers that do not follow the routing; without "exact" only."""
+        assert self.max_tokens is not None
+        T, K, e = self.max_tokens, self.top_k, self.local_experts
+        return min(layout.static_rows(self.factor, T, K, e, self.alignment, self.ranks), self.max_rows(T))
+
+    @property
+    def can_overflow(self) -> bool:
+        """Whether a plan's `overflow` can be true at the present factor."""
+        if self.factor is None or self.name == "local":
+            return False
+        assert self.max_tokens is not None
+        return self.fixed_rows() < self.max_rows(self.max_tokens)
 
     def grow(self) -> None:
         """Make the fixed buffers larger, after one of them overflowed on any rank. All ranks must call it, between
@@ -170,6 +187,11 @@ class Dispatcher:
         topk_weights_TK: [T, K], only needed to drop by "probs".
         """
         assert topk_ids_TK.dtype == torch.int64 and topk_ids_TK.shape[1] == self.top_k
+        if self.max_tokens is not None and topk_ids_TK.shape[0] > self.max_tokens:
+            raise ValueError(
+                f"this rank brought {topk_ids_TK.shape[0]} tokens to buffers made for {self.max_tokens}: raise "
+                "max_tokens, the most tokens that any rank brings"
+            )
         if self.capacity_factor is None or self.drop_policy != "probs":
             topk_weights_TK = None
         elif topk_weights_TK is None:
@@ -190,7 +212,7 @@ class Dispatcher:
         if weights.dtype != torch.float64:
             weights = weights.float()
         for hop in plan.hops:
-            rows = gather_rows(rows, hop.rows, zero_fill=False)
+            rows = gather_rows(rows, hop.rows, zero_fill=hop.empty_slots)
             weights = select_copies(weights, hop.copies)
             rows, weights = dispatch_rows(rows, weights, hop.row_splits, hop.copy_splits, self.group)
         x_RD = gather_rows(rows, plan.rows, zero_fill=not plan.hops)
@@ -201,8 +223,8 @@ class Dispatcher:
         held = [state.tokens, *(sum(hop.row_splits[0]) + 1 for hop in state.hops)]  # see exchange.py about the 1
         rows = sum_rows(y_RD, state.rows, held[-1], zero_fill=not state.hops)
         for hop, inputs in zip(reversed(state.hops), reversed(held[:-1])):
-            rows = combine_rows(rows, hop.row_splits, self.group)
-            rows = sum_rows(rows, hop.rows, inputs, zero_fill=False)
+            rows = combine_rows(rows, hop.row_splits, self.group, zero_row=hop.empty_slots)
+            rows = sum_rows(rows, hop.rows, inputs, zero_fill=hop.empty_slots)
         return rows
 
 
@@ -243,5 +265,30 @@ def _check(d: Dispatcher) -> None:
                 f"ranks_per_node = {d.ranks_per_node} does not divide the {d.ranks} expert-parallel ranks: choose a "
                 f"divisor, or leave it out to send each row straight to its rank"
             )
+    problems += _buffer_problems(d)
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _buffer_problems(d: Dispatcher) -> list[str]:
+    """What is wrong with the receive buffer."""
+    problems = []
+    if isinstance(d.recv_buffer, str):
+        if d.recv_buffer not in RECV_BUFFERS:
+            known = ", ".join(map(repr, RECV_BUFFERS))
+            problems.append(f"recv_buffer = {d.recv_buffer!r} is not one of {known}, and no factor")
+    elif not 1 <= d.recv_buffer < float("inf"):
+        problems.append(
+            f"recv_buffer = {d.recv_buffer} would not hold an even load: a factor of the mean number of rows is finite "
+            f"and at least 1 (1.5 leaves half of the mean as room)"
+        )
+    if d.recv_buffer == "exact" or d.name == "local":
+        return problems
+    if d.max_tokens is None or d.max_tokens < 1:
+        problems.append(f"recv_buffer = {d.recv_buffer!r} needs max_tokens, the most tokens that any rank brings")
+    if d.ranks_per_node is not None:
+        problems.append(
+            f"recv_buffer = {d.recv_buffer!r} is for rows that go straight to their ranks, and ranks_per_node = "
+            f"{d.ranks_per_node} sends them by node: leave out ranks_per_node, or keep recv_buffer = 'exact'"
+        )
+    return problems

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.moe import layout
-from titan_moe.moe.alltoall import pack, read_sizes, refuse_fake, send_copies, unpack
+from titan_moe.moe import layout, static
+from titan_moe.moe.alltoall import send_copies
 from titan_moe.moe.contract import Dispatcher, Plan
 from titan_moe.moe.exchange import exchange, group_named
+from titan_moe.moe.plan_tensors import pack, read_sizes, refuse_fake, unpack_exact
 from titan_moe.moe.rows import CopyMap, RowMap
 
 
@@ -36,16 +37,14 @@ class DedupDispatcher(Dispatcher):
     name = "dedup"
 
     def _plan(self, topk_ids_TK: Tensor, topk_weights_TK: Tensor | None) -> Plan:
-        tensors = torch.ops.titan_moe.plan_dedup(
-            topk_ids_TK,
-            topk_weights_TK,
-            self.num_experts,
-            self.alignment,
-            self.capacity(topk_ids_TK.shape[0]),
-            self.group.group_name,
-            self.ranks_per_node,
-        )
-        return unpack(tensors, topk_ids_TK.shape[0], self.ranks, hops=1 if self.ranks_per_node is None else 2)
+        T = topk_ids_TK.shape[0]
+        arguments = (topk_ids_TK, topk_weights_TK, self.num_experts, self.alignment, self.capacity(T))
+        if self.recv_buffer == "exact":
+            tensors = torch.ops.titan_moe.plan_dedup(*arguments, self.group.group_name, self.ranks_per_node)
+            return unpack_exact(tensors, T, self.ranks, hops=1 if self.ranks_per_node is None else 2)
+        sizes = static.fixed_sizes(self)
+        tensors = torch.ops.titan_moe.plan_dedup_fixed(*arguments, self.group.group_name, *sizes)
+        return static.unpack_fixed(tensors, T, self, sizes.copies, sizes.rows)
 
 
 @torch.library.custom_op("titan_moe::plan_dedup", mutates_args=())

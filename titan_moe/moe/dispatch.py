@@ -89,7 +89,10 @@ def _plan_local(ids_TK, weights_TK, num_experts, alignment, capacity, rows):
 
 
 # What activation checkpointing keeps so that recompute does not plan again. With PAYLOAD_OPS too it sends nothing.
-PLAN_OPS = tuple(getattr(torch.ops.titan_moe, f"plan_{name}").default for name in ("local", "alltoall", "dedup"))
+PLAN_OPS = tuple(
+    getattr(torch.ops.titan_moe, f"plan_{name}").default
+    for name in ("local", "alltoall", "dedup", "alltoall_fixed", "dedup_fixed")
+)
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
     dispatcher.name: dispatcher for dispatcher in (LocalDispatcher, AllToAllDispatcher, DedupDispatcher)

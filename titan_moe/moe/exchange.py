@@ -30,11 +30,11 @@ def dispatch_rows(x_UD: Tensor, w_N: Tensor, rows: Splits, copies: Splits, group
     return torch.ops.titan_moe.dispatch_rows(x_UD, w_N, *rows, *copies, group.group_name, True)
 
 
-def combine_rows(y_VD: Tensor, rows: Splits, group: ProcessGroup) -> Tensor:
-    """Rows back to where `dispatch_rows` with the same splits got them from: [U, D]. The last of the V + 1 rows of y
-    stays. Differentiable."""
+def combine_rows(y_VD: Tensor, rows: Splits, group: ProcessGroup, zero_row: bool = False) -> Tensor:
+    """Rows back to where `dispatch_rows` with the same splits got them from: [U, D], with a zero row after them if
+    asked for. The last of the V + 1 rows of y stays. Differentiable."""
     received, sent = rows
-    return torch.ops.titan_moe.combine_rows(y_VD, sent, received, group.group_name, False)
+    return torch.ops.titan_moe.combine_rows(y_VD, sent, received, group.group_name, zero_row)
 
 
 def exchange(x: Tensor, received: list[int], sent: list[int], group: ProcessGroup, zero_row: bool = False) -> Tensor:
