@@ -39,6 +39,7 @@ from titan_moe.mesh_check import microbatches_per_step
 from titan_moe.metrics import Metrics
 from titan_moe.mistakes import readable
 from titan_moe.model import build_model, init_weights
+from titan_moe.moe.replay import Replay
 from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
 from titan_moe.pipeline import Pipeline
 from titan_moe.plan import flops
@@ -58,6 +59,7 @@ class Run:
     model_parts: list[DeepSeekV3Model]  # this rank's pipeline stages; one, the whole model, without a pipeline
     pipeline: Pipeline | None
     loss_fn: Loss
+    replay: Replay
     optimizers: Optimizers
     lr_schedulers: LRSchedulersContainer
     dataloader: PackedDataLoader
@@ -103,6 +105,7 @@ def build(config: Config) -> Run:
         part.to_empty(device=device)
         init_weights(part, config.debug.seed)
         part.train()
+    replay = Replay(config.moe.recv_buffer, model_parts, device)
 
     # 7) loss, optimizer, schedule
     loss_fn = build_loss(config, model_parts[-1])
@@ -142,6 +145,7 @@ def build(config: Config) -> Run:
         model_parts=model_parts,
         pipeline=pipeline,
         loss_fn=loss_fn,
+        replay=replay,
         optimizers=optimizers,
         lr_schedulers=lr_schedulers,
         dataloader=dataloader,
@@ -201,8 +205,11 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
     batch_mesh = parallel_dims.get_optional_mesh("batch")
     global_valid = dist_utils.dist_sum_tensor(local_valid, batch_mesh)
 
-    # Forward and backward. The parts of this rank's share of the global mean: the loss, and that of MTP.
-    parts = forward_backward(run, microbatches, global_valid)
+    # Forward and backward, again if a layer had too little room for its tokens. The parts of this rank's share of the
+    # global mean: the loss, and that of MTP.
+    parts = run.replay.until_it_fits(
+        lambda: forward_backward(run, microbatches, global_valid), f"step {run.progress.step}", run.optimizers.zero_grad
+    )
 
     # Optimizer, after clipping by the norm over all parameters, each counted once on every mesh.
     grad_norm = dist_utils.clip_grad_norm_(
@@ -286,9 +293,18 @@ def sum_of_sequence(run: Run, value: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def validate(run: Run) -> float:
     """Mean loss per token over the held-out documents: the same samples each time, on every mesh."""
-    assert run.validation_dataloader is not None
     for part in run.model_parts:
         part.eval()  # the router counts its load in training mode only
+    loss_sum, valid = run.replay.until_it_fits(lambda: held_out_loss(run), "validation")
+    for part in run.model_parts:
+        part.train()
+    batch_mesh = run.parallel_dims.get_optional_mesh("batch")
+    return dist_utils.dist_sum(sum_of_sequence(run, loss_sum), batch_mesh) / dist_utils.dist_sum(valid, batch_mesh)
+
+
+def held_out_loss(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's share of the cross-entropy of all held-out batches, summed, and how many labels it is of."""
+    assert run.validation_dataloader is not None
     batches = iter(run.validation_dataloader)
     loss_sum = torch.zeros((), device=run.device)
     valid = torch.zeros((), dtype=torch.int64, device=run.device)
@@ -300,10 +316,7 @@ def validate(run: Run) -> float:
                 loss_sum += run.pipeline.evaluate([inputs_of(run, batch) for batch in microbatches])
             else:
                 loss_sum += torch.stack([forward(run, batch)[0] for batch in microbatches]).sum()
-    for part in run.model_parts:
-        part.train()
-    batch_mesh = run.parallel_dims.get_optional_mesh("batch")
-    return dist_utils.dist_sum(sum_of_sequence(run, loss_sum), batch_mesh) / dist_utils.dist_sum(valid, batch_mesh)
+    return loss_sum, valid
 
 
 # ---------------------------------------------------------------------------------------------------------------------

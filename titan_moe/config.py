@@ -135,6 +135,11 @@ class MoE:
     drop_policy: Literal["probs", "position"] = "probs"
     """Which copies are dropped: those of lowest routing weight, or of the last tokens"""
 
+    recv_buffer: Literal["exact", "worst_case"] | float = "exact"
+    """Rows that a rank has room for when it receives tokens: "exact", as many as come, which the host must wait to
+    learn; "worst_case", as many as could, so that it never waits; or a factor of the mean, 1 or more, and then a step
+    with more is repeated with a larger buffer"""
+
     redispatch: bool = False
     """Under activation checkpointing, send tokens to their experts again in backward, instead of keeping what was
     received: less memory, more traffic"""

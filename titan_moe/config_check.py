@@ -61,6 +61,11 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         lambda value: value > 0,
         "model.route_scale moe.capacity_factor optimizer.lr optimizer.eps training.max_norm",
     ),
+    (
+        'must be "exact", "worst_case" or a factor of the mean, at least 1',
+        lambda value: isinstance(value, str) or value >= 1,
+        "moe.recv_buffer",
+    ),
     ("must be greater than 1", lambda value: value > 1, "model.rope_theta"),
     ("must be at least 0 and less than 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
     ("must lie in 0 .. 1", lambda value: 0 <= value <= 1, "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor"),

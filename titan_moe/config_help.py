@@ -11,7 +11,7 @@ import shutil
 import sys
 import textwrap
 from dataclasses import is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from titan_moe import config
 from titan_moe.config_keys import LEAVES, SECTIONS, build, get, not_none, unknown
@@ -77,6 +77,8 @@ def type_text(hint: Any) -> str:
     """A type as it is written in a file: its choices, or its name."""
     if hint != not_none(hint):
         return f'{type_text(not_none(hint))} | "none"'
+    if get_origin(hint) is Union:
+        return " | ".join(map(type_text, get_args(hint)))
     if get_origin(hint) is Literal:
         return " | ".join(map(literal, get_args(hint)))
     if get_origin(hint) is list:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from operator import attrgetter
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from titan_moe.config import Config
 
@@ -56,7 +56,13 @@ def wrong(value: Any, hint: Any) -> Iterator[tuple[tuple[int | str, ...], str]]:
     if hint != not_none(hint) and value == "none":
         return
     hint = not_none(hint)
-    if get_origin(hint) is Literal:
+    if get_origin(hint) is Union:  # words or a number
+        words, number = get_args(hint)
+        if isinstance(value, str):
+            yield from ((at, f"{message}, or a number") for at, message in wrong(value, words))
+        else:
+            yield from wrong(value, number)
+    elif get_origin(hint) is Literal:
         if value not in get_args(hint):
             choices = {choice.lower(): choice for choice in get_args(hint)}
             near = difflib.get_close_matches(str(value)[:SHOWN].lower(), choices, n=1)
@@ -109,6 +115,8 @@ def converted(value: Any, hint: Any) -> Any:
         hints = get_type_hints(hint)
         entry: Any = hint
         return entry(**{key: converted(element, hints[key]) for key, element in value.items()})
+    if get_origin(hint) is Union:
+        return value if isinstance(value, str) else converted(value, get_args(hint)[1])
     # Through str: float() of an integer beyond its range raises, this is inf.
     return float(str(value)) if hint is float and type(value) is int else value
 

@@ -53,6 +53,14 @@ def microbatch_size(config: Config) -> int:
     return t.local_batch_size if p.pipeline_parallel_degree == 1 else p.pipeline_parallel_microbatch_size
 
 
+def region_tokens(config: Config) -> int:
+    """Tokens of one microbatch in the MoE region of one rank. Of the ranks of a microbatch, context ranks split its
+    tokens; tensor ranks too with EP, and else the hidden width."""
+    p = config.parallelism
+    split_by = p.context_parallel_degree * (p.tensor_parallel_degree if p.expert_parallel_degree > 1 else 1)
+    return microbatch_size(config) * config.training.seq_len // split_by
+
+
 def microbatches_per_step(config: Config, world_size: int) -> int:
     """Microbatches of one optimizer step on one rank: gradient accumulation's, each cut into the pipeline's."""
     accumulation = gradient_accumulation_steps(config, world_size)

@@ -46,6 +46,7 @@ from titan_moe.attention import DenseAttention
 from titan_moe.block import mark
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor, sequences_per_step
+from titan_moe.mesh_check import region_tokens
 from titan_moe.moe.layer import choose_experts, fuse
 from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 
@@ -182,6 +183,8 @@ def moe_settings(config: Config) -> dict[str, Any]:
         "ranks_per_node": m.ranks_per_node,
         "capacity_factor": m.capacity_factor,
         "drop_policy": m.drop_policy,
+        "recv_buffer": m.recv_buffer,
+        "max_tokens": region_tokens(config),
         "force_balance": m.force_balance,
         "sequence_loss_coeff": m.sequence_loss_coeff,
         "z_loss_coeff": m.z_loss_coeff,

@@ -1,6 +1,7 @@
 """The backends of the MoE region: what they can do together. See config_check.py. No torch."""
 
 from titan_moe.config import Config
+from titan_moe.config_print import literal
 from titan_moe.mesh_check import choices
 
 HERE_DISPATCHERS = ("auto", "local", "alltoall", "dedup")
@@ -35,5 +36,10 @@ def check(config: Config) -> list[str]:
         found.append(
             f"moe.ranks_per_node = {per_node}: only the dispatcher dedup sends by node, and only with an "
             'expert_parallel_degree above 1; leave it out, or set moe.dispatcher = "dedup"'
+        )
+    if per_node is not None and moe.recv_buffer != "exact":
+        found.append(
+            f"moe.recv_buffer = {literal(moe.recv_buffer)}: a fixed size is for tokens that go straight to their "
+            f'ranks, and moe.ranks_per_node = {per_node} sends them by node; leave that out, or choose "exact"'
         )
     return found

@@ -14,12 +14,13 @@ from torchtitan.tools.logging import logger
 from titan_moe import run_folder
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
+from titan_moe.config_print import literal
 from titan_moe.flavors import Flavor
-from titan_moe.mesh_check import microbatch_size, microbatches_per_step
+from titan_moe.mesh_check import microbatch_size, microbatches_per_step, region_tokens
 from titan_moe.metrics import Metrics
 from titan_moe.moe.balance import balanced_random_ids
-from titan_moe.moe.layer import choose_dispatcher, choose_experts
-from titan_moe.moe.layout import destinations
+from titan_moe.moe.layer import ALIGNMENT, choose_dispatcher, choose_experts
+from titan_moe.moe.layout import destinations, static_rows
 from titan_moe.pipeline_layout import pipeline_layout
 from titan_moe.recompute_facts import saved_bytes
 from titan_moe.sources.record import Listing
@@ -74,14 +75,20 @@ def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
     flavor, m, ep = model_flavor(config), config.moe, parallel_dims.ep
     dtype = getattr(torch, config.training.mixed_precision_param)
     dispatcher, why = choose_dispatcher(m.dispatcher, ep)
-    # Of the ranks of a microbatch, context ranks split its tokens; tensor ranks too with EP, else the hidden width.
-    split_tokens = parallel_dims.cp * (parallel_dims.tp if ep > 1 else 1)
-    tokens = microbatch_size(config) * config.training.seq_len // split_tokens
+    tokens = region_tokens(config)
     hidden = flavor.moe_hidden_dim // (1 if ep > 1 else parallel_dims.tp)
     experts, reason = choose_experts(m.experts, DEVICE_TYPE, dtype, flavor.dim, hidden)
     lines = [f"MoE: dispatcher {dispatcher} ({why}); experts {experts} ({reason}), weighting {m.weighting}"]
     if m.capacity_factor is not None:
         lines.append(f"MoE: capacity factor {m.capacity_factor} drops by {m.drop_policy}; dropped copies are reported")
+    rows, load = tokens * flavor.top_k, " at an even load"
+    if ep > 1 and m.recv_buffer != "exact":
+        factor = None if isinstance(m.recv_buffer, str) else m.recv_buffer
+        rows, load = static_rows(factor, tokens, flavor.top_k, flavor.num_experts // ep, ALIGNMENT, ep), ""
+        lines.append(
+            f"MoE: a rank has room for {rows:,} rows per layer and microbatch, {rows / (tokens * flavor.top_k):.2f} "
+            f"times the mean, whatever arrives (moe.recv_buffer = {literal(m.recv_buffer)})"
+        )
     if m.force_balance != "none":
         ids_TK = forced_ids(m.force_balance, tokens, flavor)
         ranks = destinations(ids_TK // (flavor.num_experts // ep), ep).sum(1).double().mean().item()
@@ -90,11 +97,11 @@ def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
             f"{ranks:.3f} different ranks of {ep} in the mean"
         )
     if ep > 1 and config.activation_checkpoint.mode != "none":
-        kept = tokens * flavor.top_k * flavor.dim * dtype.itemsize / 2**20
+        kept = rows * flavor.dim * dtype.itemsize / 2**20
         what = "sent again in backward" if m.redispatch else "kept for backward"
         lines.append(
-            f"MoE: received rows are {what}: up to {kept:,.1f} MiB per layer and microbatch at an even load, against "
-            f"{kept / flavor.top_k:,.1f} MiB of block input (moe.redispatch)"
+            f"MoE: received rows are {what}: up to {kept:,.1f} MiB per layer and microbatch{load}, against "
+            f"{tokens * flavor.dim * dtype.itemsize / 2**20:,.1f} MiB of block input (moe.redispatch)"
         )
     return lines
 

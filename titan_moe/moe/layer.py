@@ -86,8 +86,8 @@ def _merge_on_load(module, state_dict: dict[str, Any], prefix: str, *_) -> None:
 class FusedRoutedExperts(RoutedExperts):
     """plan -> dispatch -> experts -> combine on this rank's tokens, one differentiable region.
 
-    `dropped` counts the copies that training forwards dropped, until the balancer collects it. `token_dispatcher` of
-    torchtitan's config is not built.
+    `dropped` counts the copies that training forwards dropped, until the balancer collects it. `overflow` says whether
+    rows were missing in any forward, until `replay.py` asks. `token_dispatcher` of torchtitan's config is not built.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -96,6 +96,8 @@ class FusedRoutedExperts(RoutedExperts):
         ranks_per_node: int | None = None
         capacity_factor: float | None = None
         drop_policy: str = "probs"
+        recv_buffer: str | float = "exact"
+        max_tokens: int | None = None
 
     def __init__(self, config: Config):
         super(RoutedExperts, self).__init__()
@@ -103,6 +105,7 @@ class FusedRoutedExperts(RoutedExperts):
         self.config = config
         self.dispatcher = self._make_dispatcher(None)
         self.dropped: Tensor | None = None
+        self.overflow: Tensor | None = None
 
     def _make_dispatcher(self, ep_group) -> Dispatcher | None:
         name, _ = choose_dispatcher(self.config.dispatcher, 1 if ep_group is None else ep_group.size())
@@ -117,6 +120,8 @@ class FusedRoutedExperts(RoutedExperts):
             drop_policy=self.config.drop_policy,
             ep_group=ep_group,
             ranks_per_node=self.config.ranks_per_node if name == "dedup" else None,
+            recv_buffer=self.config.recv_buffer,
+            max_tokens=self.config.max_tokens,
         )
 
     def parallelize(self, parallel_dims) -> None:
@@ -139,6 +144,8 @@ class FusedRoutedExperts(RoutedExperts):
         plan = dispatcher.plan(ids_TK, scores_TK)
         if self.training and not recomputing() and dispatcher.capacity_factor is not None:
             self.dropped = plan.dropped if self.dropped is None else self.dropped + plan.dropped
+        if plan.overflow is not None and not recomputing():
+            self.overflow = plan.overflow if self.overflow is None else self.overflow | plan.overflow
         received = dispatcher.dispatch(x_TD, scores_TK, plan)
         # On one rank rows are copies of tokens that the layer before keeps anyway, and copying again costs little.
         gather = getattr(dispatcher, "regather", None)
@@ -210,7 +217,7 @@ class FusedMoE(MoE):
         """Forget what was collected since the last step. Returns this rank's auxiliary losses of it."""
         counts_E = self.tokens_per_expert_E
         (counts_E.to_local() if isinstance(counts_E, DTensor) else counts_E).zero_()
-        self.routed_experts.dropped = None
+        self.routed_experts.dropped = self.routed_experts.overflow = None
         return self.take_losses()
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
@@ -259,13 +266,16 @@ def fuse(
     ranks_per_node: int | None = None,
     capacity_factor: float | None = None,
     drop_policy: str = "probs",
+    recv_buffer: str | float = "exact",
+    max_tokens: int | None = None,
     force_balance: str = "none",
     sequence_loss_coeff: float = 0.0,
     z_loss_coeff: float = 0.0,
     sequences_per_step: int = 1,
 ) -> FusedMoE.Config:
     """A stock MoE config, sharding set or not, as one of ours. `sequences_per_step` is over all ranks and microbatches
-    of an optimizer step; only the auxiliary losses need it."""
+    of an optimizer step; only the auxiliary losses need it. `max_tokens` is of one rank and microbatch; only a
+    `recv_buffer` other than "exact" needs it."""
     routed, router = config.routed_experts, config.router
     inner = routed.inner_experts
     if type(inner) is not GroupedExperts.Config:
@@ -289,6 +299,8 @@ def fuse(
         ranks_per_node=ranks_per_node,
         capacity_factor=capacity_factor,
         drop_policy=drop_policy,
+        recv_buffer=recv_buffer,
+        max_tokens=max_tokens,
     )
     gate = derive(router.gate, RouterGate.Config, z_loss_coeff=z_loss_coeff, sequences_per_step=sequences_per_step)
     return derive(
@@ -303,7 +315,13 @@ def fuse(
 
 @override(target=MoE.Config, description="Dispatch, grouped-GEMM experts and combine as one region (TitanMoE).")
 def fused_moe(config: MoE.Config, **settings: Any) -> MoE.Config:
-    """`fuse` for stock torchtitan; `settings` are its keyword arguments."""
+    """`fuse` for stock torchtitan; `settings` are its keyword arguments. Raises ValueError for a factor as
+    `recv_buffer`: that trainer would go on with rows missing, where ours repeats the step."""
+    if not isinstance(settings.get("recv_buffer", "exact"), str):
+        raise ValueError(
+            f"recv_buffer = {settings['recv_buffer']}: a factor may overflow, and torchtitan's trainer does not repeat "
+            "a step whose buffer did; use 'exact' or 'worst_case', or TitanMoE's train.py"
+        )
     return config if isinstance(config, FusedMoE.Config) else fuse(config, **settings)
 
 
