@@ -1,7 +1,9 @@
 """Doubles of Transformer Engine (tests/doubles): they hold our calls to its documented rules and compute right results
 on a CPU, over gloo. `install` puts them where `import transformer_engine` finds them, in this process alone."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from titan_moe.moe import te
@@ -20,8 +22,35 @@ FACTS = te.Facts(
 """A Blackwell GPU with everything in place"""
 
 
+PACKAGES = ("transformer_engine", "transformer_engine_torch")
+LOOK = te.facts
+"""What finds the facts of the real machine"""
+
+
 def install(facts: te.Facts = FACTS) -> None:
     """From now on this process finds the doubles, and a machine with `facts`."""
-    assert not any(name.split(".")[0] in ("transformer_engine", "transformer_engine_torch") for name in sys.modules)
+    assert not _imported()
     sys.path.insert(0, str(DOUBLES))
     te.facts = lambda: facts  # type: ignore[assignment]
+
+
+def uninstall() -> None:
+    """Undo `install`: the doubles, and what they remember, are gone."""
+    sys.path.remove(str(DOUBLES))
+    for name in _imported():
+        del sys.modules[name]
+    te.facts = LOOK
+
+
+@contextlib.contextmanager
+def installed(facts: te.Facts = FACTS) -> Iterator[None]:
+    """The doubles for a while."""
+    install(facts)
+    try:
+        yield
+    finally:
+        uninstall()
+
+
+def _imported() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] in PACKAGES]

@@ -201,6 +201,7 @@ CASES = [
     # the MoE region
     case('moe.dispatcher = "te_ep"'),
     case('moe.experts = "te"'),
+    case('moe.experts = "te_fused"'),
     case('moe.dispatcher = "local"\nparallelism.expert_parallel_degree = 2', world=2),
     case('moe.dispatcher = "alltoall"'),
     case('moe.dispatcher = "dedup"'),

@@ -118,8 +118,8 @@ class MoE:
     expert-parallel rank; "te_ep", "deepep" and "hybridep" are not built in yet"""
 
     experts: Literal["auto", "loop", "grouped_mm", "te", "te_fused"] = "auto"
-    """What computes the experts; "loop" is slow and readable, and takes any number type; "te" and "te_fused" are not
-    built in yet"""
+    """What computes the experts; "loop" is slow and readable, and takes any number type; "grouped_mm" is torch's, "te"
+    Transformer Engine's grouped GEMM; "te_fused" is not built in yet"""
 
     weighting: Literal["early", "late"] = "early"
     """Where the routing weight is multiplied in: "early" inside the expert, "late" on its output"""

@@ -19,7 +19,7 @@ from titan_moe.config_file import ConfigError, Loaded
 from titan_moe.config_keys import get
 from titan_moe.preflight import data_problems
 
-NEEDS_GPU = {"checkpoint.async_mode": ("async_with_pinned_mem",)}
+NEEDS_GPU = {"checkpoint.async_mode": ("async_with_pinned_mem",), "moe.experts": ("te",)}
 """Values that only a GPU can do. Backends and number types that need one join here when they are built in"""
 
 

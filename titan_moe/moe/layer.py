@@ -21,6 +21,7 @@ Shape letters: B batch, L sequence, T = B*L tokens, D model width, K top-k, E ex
 received.
 """
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 
-from titan_moe.moe import balance
+from titan_moe.moe import balance, te, te_experts, te_fused
 from titan_moe.moe.dispatch import Dispatcher, make_dispatcher
 from titan_moe.moe.experts import EXPERTS, Source, grouped_mm_problem
 from titan_moe.moe.names import FUSED, GATE, UP, merge_w13, split_w13
@@ -252,9 +253,26 @@ def choose_experts(name: str, device: str, dtype: torch.dtype, dim: int, hidden:
     problem = grouped_mm_problem(device, dtype, dim, hidden)
     if name == "auto":
         return ("grouped_mm", "one grouped GEMM for all experts") if problem is None else ("loop", problem)
+    portable = "loop" if problem else "grouped_mm"
     if name == "grouped_mm" and problem is not None:
         raise ValueError(f'moe.experts = "grouped_mm": {problem}; available here: "loop"')
+    if name == "te":
+        if problem := te_experts.problem(te.facts(), dtype):
+            raise ValueError(f'moe.experts = "te": {problem}; available here: "{portable}"')
+        return name, f"as configured; {te_experts.how(te.facts(), dtype, dim, hidden)}"
+    if name == "te_fused":
+        said = te_fused.problems(te.facts(), os.environ, dtype, dim, hidden, recipe=None)
+        raise ValueError(f'moe.experts = "te_fused": the fused kernels: {"; ".join(said)}; available: "{portable}"')
     return name, "as configured"
+
+
+def experts_sync_problem(name: str, device: str, dtype: torch.dtype, dim: int, hidden: int) -> str | None:
+    """Why the host waits for the device in the experts backend `name`, as `choose_experts` gave it; None: never."""
+    if name == "te":
+        return te_experts.device_splits_problem(te.facts(), dtype, dim, hidden)
+    if name == "loop" or device == "cpu":
+        return "the host cuts the rows into slabs, so it has to know their sizes"
+    return None
 
 
 def fuse(
