@@ -5,7 +5,7 @@
 Gate and up are one parameter, `w13_EF2D` ([:, :, 0] is torchtitan's w1, [:, :, 1] its w3): one all-gather and one GEMM,
 and F can be sharded, which [E, 2F, D] would silently break. So the GEMM returns gate and up as neighbours, F pairs.
 
-Two backends, by name in `EXPERTS`:
+Backends, by name in `EXPERTS`, where te_experts.py adds another:
 
 - `loop`: a Python loop over experts in plain autograd, for any dtype. The oracle, and what fp32 on a GPU runs on.
 - `grouped_mm`: grouped GEMMs in autograd Functions of our own. They keep x, the routing weights and gate_up, nothing

@@ -46,8 +46,11 @@ def facts() -> Facts:
         return Facts()
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     try:
+        import transformer_engine.pytorch  # noqa: F401 - it loads the extension, and the library this is linked to
         import transformer_engine_torch as tex
-    except (ImportError, OSError) as error:  # OSError: a CUDA library that it is linked to is missing
+    # TE asserts that its packages have one version, raises RuntimeError for an old cuDNN and OSError for a CUDA library
+    # that is not there.
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
         return Facts(version, f"{type(error).__name__}: {error}", capability)
     return Facts(
         version,
