@@ -12,15 +12,18 @@ import titan_moe.runtime  # noqa: F401
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from tests import te_doubles
-from tests.moe.test_dispatch import RefuseCopiesToHost
+from tests.moe.test_dispatch import RefuseCopiesToHost, fake_group  # noqa: F401 - a fixture
 from tests.moe.test_experts import SLABS, TOLERANCE, assert_close, oracle, problem, run
 from tests.moe.test_layer import layers, tokens
-from titan_moe.moe import te, te_experts, te_fused
+from titan_moe.moe import te, te_fused
+from titan_moe.moe.contract import Dispatcher
+from titan_moe.moe.dispatch import make_dispatcher
 from titan_moe.moe.experts import EXPERTS, Source
 from titan_moe.moe.layer import choose_experts, experts_sync_problem
 from titan_moe.moe.te_experts import DeviceSplits
@@ -210,6 +213,33 @@ def test_host_splits_ask_once_a_forward_and_are_caught(machine, monkeypatch):
     assert len(asked) == 1
 
 
+def region(dispatcher: Dispatcher) -> Tensor:
+    """Plan, dispatch, experts and combine of 8 tokens, without values."""
+    x_TD = torch.randn(8, D, dtype=torch.bfloat16, requires_grad=True)
+    weights_TK = torch.rand(8, 3, requires_grad=True)
+    received = dispatcher.dispatch(x_TD, weights_TK, dispatcher.plan(torch.zeros(8, 3, dtype=torch.int64), weights_TK))
+    *_, w13_EF2D, w2_EDF = fake_problem("cpu", requires_grad=True)
+    y_RD = EXPERTS["te"](received.x_RD, received.counts_e, received.weight_R, w13_EF2D, w2_EDF)
+    return dispatcher.combine(y_RD, received.state)
+
+
+@both
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("recv_buffer", ["exact", "worst_case", 1.5])
+def test_the_whole_region_asks_the_host_unless_all_its_parts_are_static(machine, recv_buffer):
+    """Forward and backward on one of 4 ranks."""
+    sizes = {"num_experts": 16, "top_k": 3, "alignment": 16, "max_tokens": 8}
+    dispatcher = make_dispatcher("alltoall", ep_group=dist.group.WORLD, recv_buffer=recv_buffer, **sizes)
+    experts_wait = experts_sync_problem("te", "cuda", torch.bfloat16, D, F) is not None
+    assert dispatcher.sync_free == (recv_buffer != "exact") and experts_wait == (machine == "host")
+    if dispatcher.sync_free and not experts_wait:
+        with FakeTensorMode():
+            region(dispatcher).sum().backward()
+    else:
+        with FakeTensorMode(), pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+            region(dispatcher)
+
+
 def test_backends_say_whether_the_host_waits():
     asks = {name: experts_sync_problem(name, "cuda", torch.bfloat16, D, F) for name in ("loop", "grouped_mm", "te")}
     assert asks["loop"] is not None and asks["grouped_mm"] is None and asks["te"] is None
@@ -371,14 +401,3 @@ def test_the_doubles_accept_what_is_right_and_leave_the_rest_undefined():
     assert torch.equal(out[0][:5], torch.full((5, 8), 16.0)) and out[0][5:].isnan().all()
     y = device_call().rowwise_data.view(6, 8)
     assert torch.equal(y[:5], torch.full((5, 8), 16.0).bfloat16()) and y[5:].isnan().all()
-
-
-def test_the_choice_is_told_from_facts_alone():
-    """`problem` and `device_splits_problem` look at nothing else: the doubles are gone, and the answers the same."""
-    answers = []
-    for _ in range(2):
-        answers.append([te_experts.device_splits_problem(found, torch.bfloat16, D, F) for found in MACHINES.values()])
-        if te_doubles._imported():
-            te_doubles.uninstall()
-            te_doubles.install(te.Facts())
-    assert answers[0] == answers[1] and answers[0][0] is None and answers[0][1] is not None
