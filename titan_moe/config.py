@@ -115,7 +115,7 @@ class Model:
 class MoE:
     dispatcher: Literal["auto", "local", "alltoall", "dedup", "te_ep", "deepep", "hybridep"] = "auto"
     """How tokens reach their experts: "alltoall" sends a copy per expert, "dedup" one per rank; "local" for one
-    expert-parallel rank; "te_ep", "deepep" and "hybridep" are not built in yet"""
+    expert-parallel rank; "te_ep" is not built in yet; "deepep" and "hybridep": these libraries' kernels, in bfloat16"""
 
     experts: Literal["auto", "loop", "grouped_mm", "te", "te_fused"] = "auto"
     """What computes the experts; "loop" is slow and readable, and takes any number type; "grouped_mm" is torch's, "te"

@@ -10,7 +10,15 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
 
-from titan_moe import flavors, mesh_check, mixture_check, moe_check, pipeline_check, recompute_facts
+from titan_moe import (
+    flavors,
+    mesh_check,
+    mixture_check,
+    moe_check,
+    pipeline_check,
+    recompute_facts,
+    titan_dispatchers_check,
+)
 from titan_moe.config import Config
 from titan_moe.mesh_check import (
     data_parallel_degree,
@@ -92,6 +100,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
         found += mesh_check.check_accelerator(config)
     found += pipeline_check.check(config, world_size, flavor, unsound)
     found += moe_check.check(config)
+    found += titan_dispatchers_check.check(config, flavor)
     found += _recompute(config)
     found += _lengths(config, flavor.max_seq_len)
     return found

@@ -13,13 +13,17 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_moe import config_file, config_help, run_folder
+from titan_moe import config_file, config_help, run_folder, titan_dispatchers_check
 from titan_moe.config import Config
 from titan_moe.config_file import ConfigError, Loaded
 from titan_moe.config_keys import get
 from titan_moe.preflight import data_problems
 
-NEEDS_GPU = {"checkpoint.async_mode": ("async_with_pinned_mem",), "moe.experts": ("te",)}
+NEEDS_GPU = {
+    "checkpoint.async_mode": ("async_with_pinned_mem",),
+    "moe.dispatcher": ("deepep", "hybridep"),
+    "moe.experts": ("te",),
+}
 """Values that only a GPU can do. Backends and number types that need one join here when they are built in"""
 
 
@@ -42,7 +46,7 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         checked = []
         if world_size:
             checked += config_file.check(loaded.config, world_size, accelerator=gpus)
-        checked += [] if gpus else _hardware(loaded.config)
+        checked += titan_dispatchers_check.missing(loaded.config) if gpus else _hardware(loaded.config)
         try:
             folder = run_folder.choose(loaded.config, {"RUN_ID": run_id})
             heads = {problem.split(": ")[0] for problem in checked}  # said before: one mistake, one line

@@ -4,7 +4,7 @@ from titan_moe.config import Config
 from titan_moe.config_print import literal
 from titan_moe.mesh_check import choices
 
-HERE_DISPATCHERS = ("auto", "local", "alltoall", "dedup")
+HERE_DISPATCHERS = ("auto", "local", "alltoall", "dedup", "deepep", "hybridep")
 HERE_EXPERTS = ("auto", "loop", "grouped_mm", "te")
 """Backends of the MoE region that exist; the schema also knows the names of those to come"""
 
@@ -22,7 +22,7 @@ def check(config: Config) -> list[str]:
             f'moe.dispatcher = "local": keeps every token on its rank, but parallelism.expert_parallel_degree = {ep} '
             'spreads the experts over as many; choose "auto", "alltoall" or "dedup", or expert_parallel_degree = 1'
         )
-    if moe.dispatcher in ("alltoall", "dedup") and ep == 1:
+    if moe.dispatcher in ("alltoall", "dedup", "deepep", "hybridep") and ep == 1:
         found.append(
             f'moe.dispatcher = "{moe.dispatcher}": exchanges tokens between ranks, but expert_parallel_degree = 1; '
             'choose "auto" or "local", or a higher expert_parallel_degree'
@@ -32,7 +32,7 @@ def check(config: Config) -> list[str]:
         found.append(
             f"moe.ranks_per_node = {per_node}: must divide parallelism.expert_parallel_degree = {ep}; {choices(ep)}"
         )
-    if per_node is not None and (moe.dispatcher in ("local", "alltoall") or ep == 1):
+    if per_node is not None and (moe.dispatcher not in ("auto", "dedup") or ep == 1):
         found.append(
             f"moe.ranks_per_node = {per_node}: only the dispatcher dedup sends by node, and only with an "
             'expert_parallel_degree above 1; leave it out, or set moe.dispatcher = "dedup"'

@@ -1,5 +1,5 @@
 """Dispatchers by name, and `local`, the one for a single expert-parallel rank. What a dispatcher promises is in
-contract.py; the ones that exchange rows are in alltoall.py and dedup.py.
+contract.py; the ones that exchange rows are in alltoall.py, dedup.py and, on libraries, titan_dispatchers.py.
 
 Locally, dispatch is a gather: row r of the slabs copies token `source_R[r]`. What takes care is to do without the host.
 The number of padded rows depends on the routing, so the buffer has the most rows that any routing of T tokens needs,
@@ -20,6 +20,7 @@ from titan_moe.moe.contract import DROP_POLICIES, Dispatcher, Plan, Received
 from titan_moe.moe.dedup import DedupDispatcher
 from titan_moe.moe.exchange import PAYLOAD_OPS
 from titan_moe.moe.rows import CopyMap, RowMap, gather
+from titan_moe.moe.titan_dispatchers import DeepEPDispatcher, HybridEPDispatcher
 
 __all__ = [
     "DISPATCHERS",
@@ -91,16 +92,17 @@ def _plan_local(ids_TK, weights_TK, num_experts, alignment, capacity, rows):
 # What activation checkpointing keeps so that recompute does not plan again. With PAYLOAD_OPS too it sends nothing.
 PLAN_OPS = tuple(
     getattr(torch.ops.titan_moe, f"plan_{name}").default
-    for name in ("local", "alltoall", "dedup", "alltoall_fixed", "dedup_fixed")
+    for name in ("local", "alltoall", "dedup", "alltoall_fixed", "dedup_fixed", "deepep")
 )
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
-    dispatcher.name: dispatcher for dispatcher in (LocalDispatcher, AllToAllDispatcher, DedupDispatcher)
+    dispatcher.name: dispatcher
+    for dispatcher in (LocalDispatcher, AllToAllDispatcher, DedupDispatcher, DeepEPDispatcher, HybridEPDispatcher)
 }
 
 
 def make_dispatcher(name: str, **arguments: Any) -> Dispatcher:
-    """The dispatcher called "local", "alltoall" or "dedup"; `arguments` are those of `Dispatcher`."""
+    """The dispatcher of that name; `arguments` are those of `Dispatcher`."""
     if name not in DISPATCHERS:
         raise ValueError(f"dispatcher = {name!r} is not one of {', '.join(DISPATCHERS)}: use one of these")
     return DISPATCHERS[name](**arguments)

@@ -112,6 +112,7 @@ class FusedRoutedExperts(RoutedExperts):
         name, _ = choose_dispatcher(self.config.dispatcher, 1 if ep_group is None else ep_group.size())
         if name != "local" and ep_group is None:
             return None  # until `parallelize` brings the ranks
+        sizes = {"dim": self.config.inner_experts.dim} if name in ("deepep", "hybridep") else {}
         return make_dispatcher(
             name,
             num_experts=self.config.token_dispatcher.num_experts,
@@ -123,6 +124,7 @@ class FusedRoutedExperts(RoutedExperts):
             ranks_per_node=self.config.ranks_per_node if name == "dedup" else None,
             recv_buffer=self.config.recv_buffer,
             max_tokens=self.config.max_tokens,
+            **sizes,
         )
 
     def parallelize(self, parallel_dims) -> None:
@@ -145,9 +147,9 @@ class FusedRoutedExperts(RoutedExperts):
         plan = dispatcher.plan(ids_TK, scores_TK)
         if self.training and not recomputing() and dispatcher.capacity_factor is not None:
             self.dropped = plan.dropped if self.dropped is None else self.dropped + plan.dropped
-        if plan.overflow is not None and not recomputing():
-            self.overflow = plan.overflow if self.overflow is None else self.overflow | plan.overflow
         received = dispatcher.dispatch(x_TD, scores_TK, plan)
+        if plan.overflow is not None and not recomputing():  # HybridEP tells only now
+            self.overflow = plan.overflow if self.overflow is None else self.overflow | plan.overflow
         # On one rank rows are copies of tokens that the layer before keeps anyway, and copying again costs little.
         gather = getattr(dispatcher, "regather", None)
         source = None if gather is None else Source(x_TD, partial(gather, plan=plan))
@@ -293,7 +295,7 @@ def fuse(
 ) -> FusedMoE.Config:
     """A stock MoE config, sharding set or not, as one of ours. `sequences_per_step` is over all ranks and microbatches
     of an optimizer step; only the auxiliary losses need it. `max_tokens` is of one rank and microbatch; only a
-    `recv_buffer` other than "exact" needs it."""
+    `recv_buffer` other than "exact", deepep and hybridep need it."""
     routed, router = config.routed_experts, config.router
     inner = routed.inner_experts
     if type(inner) is not GroupedExperts.Config:
