@@ -281,7 +281,7 @@ CASES = [
     case("[training.steps]\nx = 5"),
     case("steps = 5"),
     case("[optimizer]\nwarmup_steps = 5"),
-    case("[moe.router]\nx = 5"),
+    case("[moe.routing]\nx = 5"),
     case('"training.steps" = 5'),
     case('[training]\n"a\\nb" = 5\n"" = 5'),
     case('[compile]\ncomponents = [\n  "loss",  # = "modle"\n  "modle",\n  5,\n]'),

@@ -89,7 +89,7 @@ def test_five_mistakes_are_five_lines(file: Any) -> None:
         ("[optimizer]\nwarmup_steps = 4", "unknown key optimizer.warmup_steps (warmup_steps lives in section [lr_sch"),
         ("[training]\nnum_workers = 4", "num_workers lives in section [training.dataloader])"),
         ("[lr_schedular]\nwarmup_steps = 4", "unknown section [lr_schedular] (did you mean [lr_scheduler]?)"),
-        ("[moe.router]\nx = 4", "unknown section [moe.router]"),
+        ("[moe.routing]\nx = 4", "unknown section [moe.routing]"),
         ("[training]\nsteps = 1\nsteps = 2", "is not valid TOML: Cannot overwrite a value"),
         ("[training\n", "is not valid TOML: "),
         ("x = " + "9" * 5000, "is not valid TOML: "),

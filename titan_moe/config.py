@@ -144,6 +144,10 @@ class MoE:
     """Under activation checkpointing, send tokens to their experts again in backward, instead of keeping what was
     received: less memory, more traffic"""
 
+    router: Literal["torch", "te"] = "torch"
+    """What chooses experts from the router's logits; "te": Transformer Engine's fused kernel, for routers that it can
+    match"""
+
     load_balance_coeff: float = 1e-3
     """Step of the auxiliary-loss-free router bias per optimizer step (arXiv 2408.15664); 0: no bias"""
 

@@ -23,6 +23,7 @@ NEEDS_GPU = {
     "checkpoint.async_mode": ("async_with_pinned_mem",),
     "moe.dispatcher": ("deepep", "hybridep"),
     "moe.experts": ("te",),
+    "moe.router": ("te",),
 }
 """Values that only a GPU can do. Backends and number types that need one join here when they are built in"""
 

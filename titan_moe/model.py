@@ -185,6 +185,7 @@ def moe_settings(config: Config) -> dict[str, Any]:
         "drop_policy": m.drop_policy,
         "recv_buffer": m.recv_buffer,
         "max_tokens": region_tokens(config),
+        "router": m.router,
         "force_balance": m.force_balance,
         "sequence_loss_coeff": m.sequence_loss_coeff,
         "z_loss_coeff": m.z_loss_coeff,

@@ -38,6 +38,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 from titan_moe.config import Config
 from titan_moe.moe.dispatch import PLAN_OPS
+from titan_moe.moe.te_router import CHOICE_OP
 from titan_moe.moe.titan_dispatchers import dispatch_ops
 from titan_moe.pipeline_check import SPLIT_BACKWARD
 from titan_moe.rebuild import rebuilding
@@ -58,6 +59,7 @@ def kept_ops(redispatch: bool) -> set:
     """What no recompute repeats: the router's choice, which could fall differently on ties, the plan, the rows."""
     return {
         torch.ops.aten.topk.default,
+        CHOICE_OP,
         *PLAN_OPS,
         *dispatch_ops(),  # these plan too
         *(() if redispatch else (torch.ops.titan_moe.dispatch_rows.default,)),

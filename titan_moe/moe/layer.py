@@ -41,6 +41,7 @@ from titan_moe.moe.dispatch import Dispatcher, make_dispatcher
 from titan_moe.moe.experts import EXPERTS, Source, grouped_mm_problem
 from titan_moe.moe.names import FUSED, GATE, UP, merge_w13, split_w13
 from titan_moe.moe.router import Router, RouterGate, collect, recomputing
+from titan_moe.moe.te_router import TERouter
 
 # Slab sizes: what tensor cores and TE's grouped GEMM want, and what makes a CPU meet few kernel shapes.
 ALIGNMENT = 16 if DEVICE_TYPE == "cpu" else 128
@@ -292,11 +293,12 @@ def fuse(
     sequence_loss_coeff: float = 0.0,
     z_loss_coeff: float = 0.0,
     sequences_per_step: int = 1,
+    router: str = "torch",
 ) -> FusedMoE.Config:
     """A stock MoE config, sharding set or not, as one of ours. `sequences_per_step` is over all ranks and microbatches
     of an optimizer step; only the auxiliary losses need it. `max_tokens` is of one rank and microbatch; only a
     `recv_buffer` other than "exact", deepep and hybridep need it."""
-    routed, router = config.routed_experts, config.router
+    routed, chooser = config.routed_experts, config.router
     inner = routed.inner_experts
     if type(inner) is not GroupedExperts.Config:
         raise ValueError(
@@ -322,12 +324,12 @@ def fuse(
         recv_buffer=recv_buffer,
         max_tokens=max_tokens,
     )
-    gate = derive(router.gate, RouterGate.Config, z_loss_coeff=z_loss_coeff, sequences_per_step=sequences_per_step)
+    gate = derive(chooser.gate, RouterGate.Config, z_loss_coeff=z_loss_coeff, sequences_per_step=sequences_per_step)
     return derive(
         config,
         FusedMoE.Config,
         routed_experts=routed,
-        router=derive(router, Router.Config, gate=gate, force_balance=force_balance),
+        router=derive(chooser, (TERouter if router == "te" else Router).Config, gate=gate, force_balance=force_balance),
         sequence_loss_coeff=sequence_loss_coeff,
         sequences_per_step=sequences_per_step,
     )

@@ -1,6 +1,6 @@
 """What of Transformer Engine (TE) this process has to do with: versions and libraries, found without using any of it.
 
-TE is never required. This file, te_experts.py, te_ep.py and precision.py are the only ones that import it, and only
+TE is never required. This file, the te_*.py beside it and precision.py are the only ones that import it, and only
 inside functions, so that the package imports on any machine. `facts` looks once; the backends judge what it found, as
 pure functions of `Facts`, so that every refusal can be tried on a machine that has nothing.
 
