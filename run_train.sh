@@ -60,7 +60,12 @@ for ((i = 1; i <= $#; i++)); do
         --doctor) doctor=yes ;;
     esac
 done
-[[ ${1:-} != --doctor ]] || shift # it may stand before the configuration, or behind it
+if [[ -n $doctor ]]; then # it may stand before the configuration, or behind it
+    for word; do
+        shift
+        [[ $word == --doctor ]] || set -- "$@" "$word"
+    done
+fi
 
 if [[ $# -gt 0 && $1 != -* ]]; then
     config=$1
