@@ -104,11 +104,7 @@ else
 fi
 
 python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
-[[ -z $doctor ]] || GPUS=$gpus exec "$python" -m titan_moe.doctor ${config:+"$config"} "$@"
 [[ -z $prints ]] || exec "$python" -m titan_moe.launch "$config" "$@"
-# One report of all mistakes, before any process starts.
-RUN_ID=$(GPUS=$gpus "$python" -m titan_moe.launch "$config" "$@")
-export RUN_ID
 
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
 if [[ $gpus == 0 && -z ${OMP_NUM_THREADS:-} ]]; then # on CPUs, torchrun's default of one thread wastes the other cores
@@ -116,6 +112,12 @@ if [[ $gpus == 0 && -z ${OMP_NUM_THREADS:-} ]]; then # on CPUs, torchrun's defau
     threads=$((cores / NGPU))
     export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 fi
+
+[[ -z $doctor ]] || exec "$python" -m titan_moe.doctor ${config:+"$config"} "$@"
+
+# One report of all mistakes, before any process starts.
+RUN_ID=$(GPUS=$gpus "$python" -m titan_moe.launch "$config" "$@")
+export RUN_ID
 
 numa=()
 if [[ -n ${NUMA_BINDING:-} && $gpus != 0 ]]; then # torchrun asks an accelerator for its place

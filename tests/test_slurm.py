@@ -120,7 +120,9 @@ def test_nodes_of_a_rack_follow_each_other(cluster):
 
 
 def test_one_node_and_a_container(cluster):
-    status, _ = cluster.run("a.toml", nodes="n1", CONTAINER="my/image:1", CONTAINER_MOUNTS="/data:/data", NUMA_BINDING="")
+    status, _ = cluster.run(
+        "a.toml", nodes="n1", CONTAINER="my/image:1", CONTAINER_MOUNTS="/data:/data", NUMA_BINDING=""
+    )
     assert status == 0
     assert cluster.tasks() == [["host=n1", "NNODES=1", "MASTER=n1:24321", "DOMAINS=0", "NUMA_BINDING=", "a.toml"]]
     check, domains, train = (cluster.out / "srun").read_text().splitlines()
