@@ -113,7 +113,7 @@ if [[ $gpus == 0 && -z ${OMP_NUM_THREADS:-} ]]; then # on CPUs, torchrun's defau
     export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 fi
 
-[[ -z $doctor ]] || exec "$python" -m titan_moe.doctor ${config:+"$config"} "$@"
+[[ -z $doctor ]] || GPUS=$gpus exec "$python" -m titan_moe.doctor ${config:+"$config"} "$@"
 
 # One report of all mistakes, before any process starts.
 RUN_ID=$(GPUS=$gpus "$python" -m titan_moe.launch "$config" "$@")
@@ -131,6 +131,6 @@ fi
 # -u: lines reach a file as they come. exec: a signal sent to this script, by a scheduler for one, has to reach torchrun.
 exec "$python" -u -m torch.distributed.run \
     --nnodes "$NNODES" --nproc_per_node "$NGPU" --max-restarts "${MAX_RESTARTS:-0}" \
-    --rdzv_id "$RUN_ID" "${rendezvous[@]}" "${numa[@]}" \
+    --rdzv_id "$RUN_ID" "${rendezvous[@]}" ${numa[@]+"${numa[@]}"} \
     --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \
     "$root/train.py" "$config" "$@"

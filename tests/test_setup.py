@@ -393,7 +393,7 @@ def test_run_train_examines_with_a_configuration_or_without(launcher):
         status, _, argv, env = launcher(*args, gpus=4, NNODES="2", MASTER_ADDR="node-1", NODE_RANK="1")
         assert status == 0 and not (launcher.out / "launch").exists()  # what is no mistake of the nodes stops nothing
         assert argv == ["-m", "titan_moe.doctor", *(word for word in args if word != "--doctor")]
-        assert [env[name] for name in ("NNODES", "NGPU", "NODE_RANK")] == ["2", "4", "1"]
+        assert [env[name] for name in ("NNODES", "NGPU", "NODE_RANK", "GPUS")] == ["2", "4", "1", "4"]
     assert "needs MASTER_ADDR" in launcher("--doctor", NNODES="2")[1]
 
 

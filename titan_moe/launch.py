@@ -35,7 +35,7 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         if printing:
             return _print_config(loaded)
         problems: list[str] = []
-        nodes, per_node = _count(env, "NNODES", problems), _count(env, "NGPU", problems)
+        nodes, per_node = count(env, "NNODES", problems), count(env, "NGPU", problems)
         world_size = nodes * per_node
         gpus = env.get("GPUS", "0") != "0"
         run_id = _run_id(env, nodes, loaded.file, argv, problems)
@@ -126,7 +126,7 @@ def _checkpoints(config: Config, folder: Path) -> list[str]:
     return found
 
 
-def _count(env: Mapping[str, str], name: str, problems: list[str]) -> int:
+def count(env: Mapping[str, str], name: str, problems: list[str]) -> int:
     """NNODES (nodes) or NGPU (processes per node), 1 when unset; 0 and a problem when it is no count."""
     text = env.get(name) or "1"
     if re.fullmatch("[1-9][0-9]{0,5}", text):
