@@ -34,6 +34,18 @@ def sick(config: Config, asked: bool) -> int:
     return doctor.work(config, asked)
 
 
+def slow_link(config: Config, asked: bool) -> int:
+    if os.environ["RANK"] == "2":
+        exchange = doctor_bench._exchange
+
+        def slow(*args) -> None:
+            time.sleep(0.5)
+            exchange(*args)
+
+        doctor_bench._exchange = slow
+    return doctor.work(config, asked)
+
+
 def hangs(config: Config, asked: bool) -> int:
     doctor_bench.LIMIT_SECONDS = 3.0
     if os.environ["RANK"] == "1":
@@ -50,5 +62,5 @@ def dies(config: Config, asked: bool) -> int:
 
 
 if __name__ == "__main__":
-    cases = {"sick": sick, "hangs": hangs, "dies": dies}
+    cases = {"sick": sick, "slow_link": slow_link, "hangs": hangs, "dies": dies}
     sys.exit(doctor.examine(cases[sys.argv[1]], Config(), False, os.environ))

@@ -61,6 +61,12 @@ def test_the_slow_rank_and_the_wrong_version_are_named():
     assert not [check for check in said if "across" in check]
 
 
+@pytest.mark.slow
+def test_of_four_ranks_the_one_with_the_slow_link_is_named():
+    _, said, _ = finish(case("slow_link", NGPU="4"))
+    assert said["pairs inside"].startswith("slow rank 2 (") and said["pairs inside"].count("slow rank") == 1
+
+
 def test_a_rank_that_hangs_is_named():
     begin = time.monotonic()
     status, said, err = finish(case("hangs", NGPU="2"))

@@ -33,6 +33,9 @@ from titan_moe.doctor_checks import Check, Examined, Finding, checks
 MEETING_SECONDS = 60
 """How long nodes wait for each other, which SLURM need not start at once"""
 
+PATIENCE = 4
+"""Times the limit of a check until a process that hangs ends itself: later than anybody waits for it"""
+
 CRASHED = 70
 """Exit status of a rank that failed in a way that no check expects; its traceback is on stderr"""
 
@@ -86,7 +89,7 @@ def examine(work: Callable[[Config, bool], int], config: Config, asked: bool, en
 
 def _ended(status: int) -> str:
     if status == -signal.SIGALRM:
-        return f"hung for {_patience():.0f} s"
+        return "hung, and ended itself"
     if status < 0:
         name = signal.Signals(-status).name
         return f"was ended by {name}" + ("; see dmesg: out of memory?" if status == -signal.SIGKILL else "")
@@ -113,13 +116,13 @@ def work(config: Config, asked: bool) -> int:
 def run(check: Check, at: Examined) -> bool:
     """One check on this rank; returns whether anything is slow or wrong, which all ranks hear from rank 0. Ends the
     process when it makes no sense to go on."""
-    signal.alarm(int(_patience()))  # a rank that hangs, on a node where no other can end it, ends itself
+    limit = check.patience * doctor_bench.LIMIT_SECONDS
+    signal.alarm(int(PATIENCE * limit))  # a rank that hangs, on a node where no other can end it, ends itself
     try:
         answer = {"value": check.measure(at)}
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     at.store.set(f"{check.name}/{at.rank}", json.dumps(answer))
-    limit = doctor_bench.LIMIT_SECONDS
     if at.rank == 0:
         answers = _gather(check, at, limit)
         missing = [rank for rank in range(at.world_size) if rank not in answers]
@@ -174,11 +177,6 @@ def _conclude(
 
 def show(finding: Finding) -> None:
     print(f"{finding.state:6}{finding.check:20}{finding.text}", flush=True)
-
-
-def _patience() -> float:
-    """Seconds until a process that hangs ends itself: later than anybody waits for it."""
-    return 4 * doctor_bench.LIMIT_SECONDS
 
 
 def _leave(status: int) -> NoReturn:

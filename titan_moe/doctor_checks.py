@@ -88,12 +88,15 @@ class Check(NamedTuple):
     judge: Callable[[Examined, dict[int, Any]], list[Finding]]
     together: bool = False
     """Ranks measure it with each other: if one fails, none can go on"""
+    patience: float = 1.0
+    """In doctor_bench.LIMIT_SECONDS: how long answers may take"""
 
 
 def checks(device: torch.device, nodes: int, per_node: int) -> list[Check]:
     """Those that apply to such a machine, in order."""
     cuda = device.type == "cuda"
-    found = [Check("ranks", _place, _judge_places), Check("packages", _packages, _judge_packages)]
+    # Ranks come late to the first one: nodes read torch from a shared disk at different speeds.
+    found = [Check("ranks", _place, _judge_places, patience=3.0), Check("packages", _packages, _judge_packages)]
     if cuda:
         found.append(Check("driver", _driver, _judge_driver))
         found.append(Check("NCCL", lambda at: list(torch.cuda.nccl.version()), _judge_nccl))
