@@ -3,18 +3,25 @@
 #        CONFIG_FILE=CONFIG.toml ./run_train.sh [--section.key=value ...]
 #        ./run_train.sh CONFIG.toml [--section.key=value ...] --print_config    prints the resolved configuration
 #        ./run_train.sh CONFIG.toml --plan [--plan.hardware=GB300 --plan.gpus=256 --plan.json --plan.png=FOLDER ...]
+#        ./run_train.sh --doctor [CONFIG.toml] [--section.key=value ...]    checks this node, or all nodes of a job
 #        ./run_train.sh --help [SECTION or SECTION.KEY]    prints this and all keys, or those of one section in full
 #
 # Sets up .venv on first use, checks the configuration once, then starts one process per GPU with torchrun.
 # Relative paths, those in the configuration too, are relative to the directory this is called from. With --plan it
-# starts nothing: it predicts whether the run fits the GPUs named in [plan], how fast it is and what limits it.
+# starts nothing: it predicts whether the run fits the GPUs named in [plan], how fast it is and what limits it. With
+# --doctor it measures in under a minute what the run would run on, and exits with 1 if anything is slow or wrong.
+# docs/cluster.md is about several nodes; scripts/train.slurm starts this on each node of a SLURM job.
 #
 #   NGPU           processes on this node (default: its visible GPUs, or 1)
 #   LOG_RANK       local ranks whose output is shown, as in 0,3 (default: 0)
 #   NNODES         nodes of the job (default: 1); start this script on each of them
 #   MASTER_ADDR    name of one of the nodes, the same on all, when NNODES > 1
 #   MASTER_PORT    a free port there (default: 29500)
+#   NODE_RANK      place of this node in the order of ranks, from 0 on MASTER_ADDR (default: nodes by name, as text)
+#   NVLINK_DOMAINS one word per node in the order of ranks, the same for nodes that share an NVLink domain
+#                  (default: as plan.hardware says, the nodes of a domain one after the other)
 #   RUN_ID         names the run; the same on all nodes and when it is continued (default: from SLURM, or a new one)
+#   NUMA_BINDING   as torchrun's --numa-binding: "node" keeps processes on the CPUs next to their GPU (default: anywhere)
 #   MAX_RESTARTS   times that torchrun starts the processes again after a failure (default: 0)
 #   PYTHON         Python >= 3.11 to set up with, or to use when it has all packages (default: python3)
 #   TITAN_MOE_TE   0: do not build Transformer Engine on a machine with a GPU
@@ -41,7 +48,7 @@ visible_gpus() {
 
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} # titan_moe need not be installed, nor this be called from here
 
-prints=""
+prints="" doctor=""
 for ((i = 1; i <= $#; i++)); do
     case ${!i} in
         -h | --help) # needs no packages, so nothing is set up for it
@@ -50,8 +57,15 @@ for ((i = 1; i <= $#; i++)); do
             [[ $i -lt $# ]] || usage
             exec "$python" -m titan_moe.config_help "${@:i+1}" ;;
         --print_config | --print-config) prints=yes ;;
+        --doctor) doctor=yes ;;
     esac
 done
+if [[ -n $doctor ]]; then # it may stand before the configuration, or behind it
+    for word; do
+        shift
+        [[ $word == --doctor ]] || set -- "$@" "$word"
+    done
+fi
 
 if [[ $# -gt 0 && $1 != -* ]]; then
     config=$1
@@ -63,7 +77,7 @@ if [[ -z $config && " $*" == *" --job.config_file"* ]]; then # as torchtitan use
     config=$1
     shift
 fi
-[[ -n $config ]] || die "$(usage)"
+[[ -n $config || -n $doctor ]] || die "$(usage)"
 
 if [[ " $* " =~ \ --plan(\.json|\.png)?[\ =] ]]; then # a prediction: no processes, no run folder
     python=${PYTHON:-$root/.venv/bin/python} # any Python that is new enough will do: nothing is set up for it
@@ -77,18 +91,20 @@ default_ngpu=$((gpus > 0 ? gpus : 1))
 export NNODES=${NNODES:-1} NGPU=${NGPU:-$default_ngpu}
 
 if [[ $NNODES == 1 ]]; then
-    endpoint=localhost:0 # any free port
-elif [[ -n ${MASTER_ADDR:-} ]]; then
-    endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}
-else
+    rendezvous=(--rdzv_backend c10d --rdzv_endpoint localhost:0) # any free port
+elif [[ -z ${MASTER_ADDR:-} ]]; then
     die "NNODES=$NNODES needs MASTER_ADDR: the name of one of the nodes, the same on all of them"
+elif [[ -z ${NODE_RANK:-} ]]; then
+    rendezvous=(--rdzv_backend c10d --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")
+elif [[ ${MAX_RESTARTS:-0} != 0 ]]; then # nodes with fixed ranks do not hear of each other's restarts, and would hang
+    die "MAX_RESTARTS=$MAX_RESTARTS needs torchrun to number the nodes: unset NODE_RANK, or let the scheduler start a \
+failed job again"
+else
+    rendezvous=(--rdzv_backend static --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" --node_rank "$NODE_RANK")
 fi
 
 python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
 [[ -z $prints ]] || exec "$python" -m titan_moe.launch "$config" "$@"
-# One report of all mistakes, before any process starts.
-RUN_ID=$(GPUS=$gpus "$python" -m titan_moe.launch "$config" "$@")
-export RUN_ID
 
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
 if [[ $gpus == 0 && -z ${OMP_NUM_THREADS:-} ]]; then # on CPUs, torchrun's default of one thread wastes the other cores
@@ -97,9 +113,24 @@ if [[ $gpus == 0 && -z ${OMP_NUM_THREADS:-} ]]; then # on CPUs, torchrun's defau
     export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 fi
 
+[[ -z $doctor ]] || GPUS=$gpus exec "$python" -m titan_moe.doctor ${config:+"$config"} "$@"
+
+# One report of all mistakes, before any process starts.
+RUN_ID=$(GPUS=$gpus "$python" -m titan_moe.launch "$config" "$@")
+export RUN_ID
+
+numa=()
+if [[ -n ${NUMA_BINDING:-} && $gpus != 0 ]]; then # torchrun asks an accelerator for its place
+    if command -v numactl >/dev/null; then
+        numa=(--numa-binding "$NUMA_BINDING")
+    else
+        echo "note: NUMA_BINDING=$NUMA_BINDING needs numactl, which is not installed: processes run on any CPU" >&2
+    fi
+fi
+
 # -u: lines reach a file as they come. exec: a signal sent to this script, by a scheduler for one, has to reach torchrun.
 exec "$python" -u -m torch.distributed.run \
     --nnodes "$NNODES" --nproc_per_node "$NGPU" --max-restarts "${MAX_RESTARTS:-0}" \
-    --rdzv_backend c10d --rdzv_id "$RUN_ID" --rdzv_endpoint "$endpoint" \
+    --rdzv_id "$RUN_ID" "${rendezvous[@]}" ${numa[@]+"${numa[@]}"} \
     --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \
     "$root/train.py" "$config" "$@"

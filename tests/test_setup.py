@@ -366,6 +366,37 @@ def test_run_train_knobs(launcher):
     assert "NNODES=2 needs MASTER_ADDR" in stderr
 
 
+def test_run_train_keeps_nodes_in_a_given_order(launcher):
+    nodes = {"NNODES": "2", "MASTER_ADDR": "node-1", "RUN_ID": "r1"}
+    status, _, argv, _ = launcher("a.toml", **nodes, NODE_RANK="1")
+    assert status == 0
+    assert [option(argv, name) for name in ("--rdzv_backend", "--node_rank")] == ["static", "1"]
+    assert option(argv, "--rdzv_endpoint") == "node-1:29500"
+    status, stderr, argv, _ = launcher("a.toml", **nodes, NODE_RANK="1", MAX_RESTARTS="2")
+    assert (status, argv) == (2, None) and "unset NODE_RANK" in stderr
+    _, _, argv, _ = launcher("a.toml", NODE_RANK="0")  # of one node
+    assert option(argv, "--rdzv_backend") == "c10d" and "--node_rank" not in argv
+
+
+def test_run_train_binds_processes_to_cpus_near_their_gpus(launcher):
+    _, stderr, argv, _ = launcher("a.toml", NUMA_BINDING="node")
+    assert "--numa-binding" not in argv and stderr == ""  # there are no GPUs to be near
+    _, stderr, argv, _ = launcher("a.toml", gpus=2, NUMA_BINDING="node")
+    assert "--numa-binding" not in argv and "needs numactl" in stderr
+    executable(launcher.out / "bin" / "numactl", "#!/bin/sh\n")
+    assert option(launcher("a.toml", gpus=2, NUMA_BINDING="node")[2], "--numa-binding") == "node"
+    assert "--numa-binding" not in launcher("a.toml", gpus=2)[2]
+
+
+def test_run_train_examines_with_a_configuration_or_without(launcher):
+    for args in (["--doctor"], ["--doctor", "a.toml", "--moe.experts=te"], ["a.toml", "--moe.experts=te", "--doctor"]):
+        status, _, argv, env = launcher(*args, gpus=4, NNODES="2", MASTER_ADDR="node-1", NODE_RANK="1")
+        assert status == 0 and not (launcher.out / "launch").exists()  # what is no mistake of the nodes stops nothing
+        assert argv == ["-m", "titan_moe.doctor", *(word for word in args if word != "--doctor")]
+        assert [env[name] for name in ("NNODES", "NGPU", "NODE_RANK", "GPUS")] == ["2", "4", "1", "4"]
+    assert "needs MASTER_ADDR" in launcher("--doctor", NNODES="2")[1]
+
+
 @pytest.mark.parametrize(
     ("gpus", "env", "processes", "threads"),
     [

@@ -466,8 +466,8 @@ class Debug:
 @dataclass(kw_only=True)
 class Plan:
     hardware: str = ""
-    """For --plan: the GPU, by a name that the planner knows (GB300, H100, ...) or the path of a TOML file with another
-    one"""
+    """The GPU, by a name that the planner knows (GB300, H100, ...) or the path of a TOML file with another one. For
+    --plan; training takes from it only which ranks share an NVLink domain, and says if a layout does not fit them"""
 
     gpus: int | None = None
     """For --plan: GPUs of the whole job, in the place of NNODES x NGPU"""

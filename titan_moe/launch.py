@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_moe import config_file, config_help, run_folder, titan_dispatchers_check
+from titan_moe import config_file, config_help, placement, run_folder, titan_dispatchers_check
 from titan_moe.config import Config
 from titan_moe.config_file import ConfigError, Loaded
 from titan_moe.config_keys import get
@@ -40,13 +40,14 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         if printing:
             return _print_config(loaded)
         problems: list[str] = []
-        nodes = _count(env, "NNODES", problems)
-        world_size = nodes * _count(env, "NGPU", problems)
+        nodes, per_node = count(env, "NNODES", problems), count(env, "NGPU", problems)
+        world_size = nodes * per_node
         gpus = env.get("GPUS", "0") != "0"
         run_id = _run_id(env, nodes, loaded.file, argv, problems)
         checked = []
         if world_size:
             checked += config_file.check(loaded.config, world_size, accelerator=gpus)
+        notes = _placement(loaded.config, nodes, per_node, env, problems) if world_size and not checked else []
         checked += titan_dispatchers_check.missing(loaded.config) if gpus else _hardware(loaded.config)
         try:
             folder = run_folder.choose(loaded.config, {"RUN_ID": run_id})
@@ -63,6 +64,8 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
     except (ConfigError, OSError) as error:  # OSError: a run folder that cannot even be looked at
         print(error, file=sys.stderr)
         return 2
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     print(f"Run folder: {folder}", file=sys.stderr)
     print(run_id)
     return 0
@@ -84,6 +87,16 @@ def _hardware(config: Config) -> list[str]:
         for key, values in NEEDS_GPU.items()
         if get(config, key) in values
     ]
+
+
+def _placement(config: Config, nodes: int, per_node: int, env: Mapping[str, str], problems: list[str]) -> list[str]:
+    """What the first node says about where ranks lie; a problem when what should tell cannot be read."""
+    try:
+        domains = placement.domains_of_ranks(config, nodes, per_node, env)
+    except ValueError as error:
+        problems.append(str(error))
+        return []
+    return placement.notes(config, domains, per_node) if domains and env.get("NODE_RANK", "0") == "0" else []
 
 
 def _named(config: Config, problems: list[str]) -> list[str]:
@@ -118,7 +131,7 @@ def _checkpoints(config: Config, folder: Path) -> list[str]:
     return found
 
 
-def _count(env: Mapping[str, str], name: str, problems: list[str]) -> int:
+def count(env: Mapping[str, str], name: str, problems: list[str]) -> int:
     """NNODES (nodes) or NGPU (processes per node), 1 when unset; 0 and a problem when it is no count."""
     text = env.get(name) or "1"
     if re.fullmatch("[1-9][0-9]{0,5}", text):
