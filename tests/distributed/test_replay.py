@@ -21,7 +21,8 @@ def test_the_curve_is_that_of_exact_sizes(outcome, ranks, name, exact):
     told = {key for key in expected[5] if "loss" in key or key == "grad_norm" or key.startswith("moe_")}
     assert told >= {"loss", "grad_norm", "validation_loss", "moe_max/mean.layers.1", "moe_max/mean.layers.2"}
     for step, record in outcome(ranks, name).metrics.items():
-        assert {key: record[key] for key in told} == {key: expected[step][key] for key in told}
+        for key in told:  # the validation loss only at the last step
+            assert record.get(key) == expected[step].get(key), (step, key)
 
 
 def test_an_overflow_on_one_rank_in_one_layer_is_replayed_once_by_all(outcome):
