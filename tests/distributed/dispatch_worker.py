@@ -117,9 +117,17 @@ def fixed(both: list[Case]) -> list[Case]:
                 replace(case, check="overflows", buffer=1.0, routing="one_expert", top_k=1),
                 replace(case, check="overflows", buffer=1.0, routing="few_experts"),
                 replace(case, check="overflows", buffer=1.0, tokens=(64, 50, 64, 3)),
+                replace(case, check="overflows", buffer=1.0, tokens=(64, 64, 64, 64), alignment=16),  # by padding too
                 replace(case, check="overflows", buffer=1.0, tokens=(64, 50, 64, 3), factor=1.5, experts=16),
             ]
-    return found
+    rows_alone = Case("dedup", 2, "overflows", buffer=1.0, routing="both_ranks", tokens=(64, 64))
+    return [*found, rows_alone] if both[0].ranks == 2 else found
+
+
+def one_or_two_on_each(tokens: int) -> Tensor:
+    """Ids of 3 of 8 experts on two ranks: as many copies for each expert, but every token goes to both ranks."""
+    once, turn = torch.arange(tokens) % 2 * 4, torch.arange(tokens) // 2
+    return torch.stack([once + turn % 4, 4 - once + turn % 4, 4 - once + (turn + 1) % 4], dim=1)
 
 
 class Rank:
@@ -136,8 +144,9 @@ class Rank:
 
         self.all_ids, self.all_x, self.all_w, self.all_grad = [], [], [], []
         for T in case.tokens[: case.ranks]:
-            among = {"random": E, "few_experts": max(K, E // 4), "one_expert": 1}[case.routing]
-            self.all_ids.append(torch.rand(T, among, generator=generator).topk(K, dim=-1).indices)
+            among = {"few_experts": max(K, E // 4), "one_expert": 1}.get(case.routing, E)
+            ids_TK = torch.rand(T, among, generator=generator).topk(K, dim=-1).indices
+            self.all_ids.append(one_or_two_on_each(T) if case.routing == "both_ranks" else ids_TK)
             self.all_x.append(randn(T, D).to(dtype))
             self.all_w.append(torch.rand(T, K, generator=generator, dtype=torch.float64).add(0.1))
             self.all_grad.append(randn(T, D))
