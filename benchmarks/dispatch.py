@@ -35,9 +35,9 @@ E, K, GROUPS, KEPT_GROUPS, ALIGNMENT = 64, 8, 8, 4, 16
 VARIANTS = ("alltoall", "dedup")
 
 
-def route(tokens: int, generator: torch.Generator) -> torch.Tensor:
+def route(tokens: int, generator: torch.Generator, experts: int = E) -> torch.Tensor:
     """Expert ids [T, K] by the group-limited rule on random scores."""
-    scores = torch.rand(tokens, GROUPS, E // GROUPS, generator=generator)
+    scores = torch.rand(tokens, GROUPS, experts // GROUPS, generator=generator)
     kept = scores.topk(2, dim=-1).values.sum(-1).topk(KEPT_GROUPS, dim=-1).indices
     allowed = torch.zeros(tokens, GROUPS, 1).scatter_(1, kept[:, :, None], 1.0)
     return (scores * allowed).flatten(1).topk(K, dim=-1).indices

@@ -97,10 +97,10 @@ def broken_rules() -> Iterator[Case]:
     candidates = [0, -1, -2, 1, 2, 0.0, -0.5, 1.0, 1.5, 2**63]
     for _, holds, paths in config_check.RULES:
         for key in paths.split():
-            kind = not_none(LEAVES[key])
-            yield case(f"{key} = {next(n for n in candidates if type(n) is kind and not holds(n))}")
+            kinds = not_none(LEAVES[key]), *get_args(LEAVES[key])
+            yield case(f"{key} = {next(n for n in candidates if type(n) in kinds and not holds(n))}")
     for key, hint in LEAVES.items():
-        if not_none(hint) is float:
+        if float in (hint, *get_args(hint)):
             yield case(f"{key} = nan")
             yield case(f"{key} = inf")
 

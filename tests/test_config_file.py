@@ -180,6 +180,9 @@ def test_byte_order_mark_and_windows_line_ends(file: Any) -> None:
         (["--compile.components=loss, model"], "compile.components", ["loss", "model"]),
         (["--compile.components=['model']"], "compile.components", ["model"]),
         (["--compile.components="], "compile.components", []),
+        (["--moe.recv_buffer=worst_case"], "moe.recv_buffer", "worst_case"),
+        (["--moe.recv_buffer=2"], "moe.recv_buffer", 2.0),
+        (["--moe.recv_buffer=1.25"], "moe.recv_buffer", 1.25),
     ],
 )
 def test_override_forms(file: Any, words: list[str], path: str, value: object) -> None:
@@ -201,6 +204,8 @@ def test_override_forms(file: Any, words: list[str], path: str, value: object) -
         (["--training.steps=none"], "--training.steps=none: expected int, got str"),
         (["--training.steps=5\nx = 6"], "--training.steps=5\\nx = 6: expected int, got str"),
         (["--checkpoint.enable=1"], "--checkpoint.enable=1: expected bool, got int"),
+        (["--moe.recv_buffer=worst-case"], "(did you mean 'worst_case'?), or a number"),
+        (["--moe.recv_buffer=true"], "--moe.recv_buffer=true: expected float, got bool"),
         (["--compile.components=loss,modle"], "choose from 'model', 'loss' (did you mean 'model'?)"),
         (["--training.dataloader=2"], "--training.dataloader: is a section; write --training.dataloader.KEY=VALUE"),
         (["--job.description=\udcff"], "command line: --job.description=\\udcff: is not UTF-8 text"),

@@ -62,6 +62,7 @@ def test_texts() -> None:
     assert first_sentence("Steps between 1.5 and 2.5.") == "Steps between 1.5 and 2.5"
     assert type_text(LEAVES["model.score_func"]) == '"sigmoid" | "softmax" | "none"'
     assert type_text(LEAVES["compile.components"]) == 'list of "model" | "loss"'
+    assert type_text(LEAVES["moe.recv_buffer"]) == '"exact" | "worst_case" | float'
     texts = config_help.documentation()
     assert texts.keys() == LEAVES.keys() and all(texts.values())
 

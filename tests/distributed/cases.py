@@ -110,6 +110,7 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "fsdp2_ep2_alltoall_selective": [EP2, ALLTOALL, SELECTIVE],
         "fsdp2_ep2_alltoall_redispatch": [EP2, ALLTOALL, FULL, "--moe.redispatch"],
         "fsdp2_ep2_losses": [EP2, FULL, *LOSSES],
+        "fsdp2_ep2_losses_factor": [EP2, FULL, *LOSSES, "--moe.recv_buffer=1"],
         "fsdp2_whole_batch": ["--training.local_batch_size=4"],
         "fsdp2_ep2_parts": [EP2, *PARTS, "--parallelism.fsdp_reshard_after_forward=always"],
         "fsdp2_ep2_compiled": [EP2, *COMPILED],
@@ -117,6 +118,7 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "tp2_losses": [TP2, "--loss.num_chunks=1", *LOSSES],
         "tp2_ep2": [TP2, EP2, *PARTS],
         "tp2_ep2_losses": [TP2, EP2, *LOSSES],
+        "tp2_ep2_losses_worst_case": [TP2, EP2, *LOSSES, "--moe.recv_buffer=worst_case"],
         "tp2_mtp2": [TP2, MTP2],
         "fsdp2_ep2_mtp_full": [EP2, MTP1, FULL],
         "cp2": [CP2, *PARTS],
@@ -133,8 +135,9 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         ),
         "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, "--training.mixed_precision_param=bfloat16"],
     }
-    few_labels = {"few_labels": Case([EP2], few_labels=True)}
-    return {name: Case(argv) for name, argv in argvs.items()} | few_labels
+    few_labels = Case([EP2], few_labels=True)
+    overflow = Case([EP2, MTP1, FULL, "--moe.recv_buffer=1.4"], overflow=True)
+    return {name: Case(argv) for name, argv in argvs.items()} | {"few_labels": few_labels, "overflow": overflow}
 
 
 def cases_of_4(out: Path) -> dict[str, Case]:
@@ -157,6 +160,7 @@ def cases_of_4(out: Path) -> dict[str, Case]:
         "hsdp2_pp2": [HSDP2, *pipeline("InterleavedZeroBubble"), FULL],
         "pp2_tp2": [PP2, TP2],
         "pp2_cp2_ep2": [*pipeline("ZBVZeroBubble"), CP2, EP2],
+        "pp2_cp2_ep2_factor": [*pipeline("ZBVZeroBubble"), CP2, EP2, FULL, "--moe.recv_buffer=1"],
         **chain(
             out.parent / "1" / "saved" / "checkpoint" / "step-3",
             out,

@@ -16,15 +16,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from titan_moe.moe import experts, static
 from titan_moe.moe.dispatch import PAYLOAD_OPS, PLAN_OPS, make_dispatcher
-from titan_moe.moe.static import fixed_sizes
 
 NAN = float("nan")
 
@@ -104,6 +108,7 @@ def fixed(both: list[Case]) -> list[Case]:
             replace(case, check="needs_no_other_gradient"),
             replace(case, check="equals_exact", tokens=(64, 50, 64, 3)),
             replace(case, check="equals_exact", tokens=(64, 50, 64, 3), factor=1.0),
+            *([replace(case, check="keeps_its_shapes")] if case.ranks == 2 else []),
         ]
         if case.buffer == "worst_case":
             found += [replace(case, routing="few_experts"), replace(case, routing="one_expert", top_k=1)]
@@ -112,9 +117,17 @@ def fixed(both: list[Case]) -> list[Case]:
                 replace(case, check="overflows", buffer=1.0, routing="one_expert", top_k=1),
                 replace(case, check="overflows", buffer=1.0, routing="few_experts"),
                 replace(case, check="overflows", buffer=1.0, tokens=(64, 50, 64, 3)),
+                replace(case, check="overflows", buffer=1.0, tokens=(64, 64, 64, 64), alignment=16),  # by padding too
                 replace(case, check="overflows", buffer=1.0, tokens=(64, 50, 64, 3), factor=1.5, experts=16),
             ]
-    return found
+    rows_alone = Case("dedup", 2, "overflows", buffer=1.0, routing="both_ranks", tokens=(64, 64))
+    return [*found, rows_alone] if both[0].ranks == 2 else found
+
+
+def one_or_two_on_each(tokens: int) -> Tensor:
+    """Ids of 3 of 8 experts on two ranks: as many copies for each expert, but every token goes to both ranks."""
+    once, turn = torch.arange(tokens) % 2 * 4, torch.arange(tokens) // 2
+    return torch.stack([once + turn % 4, 4 - once + turn % 4, 4 - once + (turn + 1) % 4], dim=1)
 
 
 class Rank:
@@ -131,8 +144,9 @@ class Rank:
 
         self.all_ids, self.all_x, self.all_w, self.all_grad = [], [], [], []
         for T in case.tokens[: case.ranks]:
-            among = {"random": E, "few_experts": max(K, E // 4), "one_expert": 1}[case.routing]
-            self.all_ids.append(torch.rand(T, among, generator=generator).topk(K, dim=-1).indices)
+            among = {"few_experts": max(K, E // 4), "one_expert": 1}.get(case.routing, E)
+            ids_TK = torch.rand(T, among, generator=generator).topk(K, dim=-1).indices
+            self.all_ids.append(one_or_two_on_each(T) if case.routing == "both_ranks" else ids_TK)
             self.all_x.append(randn(T, D).to(dtype))
             self.all_w.append(torch.rand(T, K, generator=generator, dtype=torch.float64).add(0.1))
             self.all_grad.append(randn(T, D))
@@ -348,7 +362,7 @@ def sends_what_it_says(case: Case, group) -> None:
             sum(to == me for source in pairs for _, to in source),
         ]
     if case.buffer != "exact":
-        sizes = fixed_sizes(rank.dispatcher)
+        sizes = static.fixed_sizes(rank.dispatcher)
         slots = sizes.copies if case.dispatcher == "alltoall" else sizes.rows
         assert max(there + back) <= ranks * slots and len(rank.kept(me)) <= ranks * sizes.copies
         there = back = [ranks * slots]
@@ -462,9 +476,69 @@ def overflows(case: Case, group) -> None:
     torch.testing.assert_close(rank.forward()[0].detach(), outs[rank.me].detach(), rtol=1e-12, atol=1e-12)
 
 
+class RecordShapes(TorchDispatchMode):
+    """Every op that runs, with the shapes of the tensors that it takes and gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors, _ = tree_flatten((args, kwargs, out))
+        self.ops.append((str(func), *(tuple(t.shape) for t in tensors if isinstance(t, Tensor))))
+        return out
+
+
+def keeps_its_shapes(case: Case, group) -> None:
+    """20 steps of other routing: the same ops on the same shapes each time, plan, forward and backward, and one graph
+    of the experts when they are compiled; with exact sizes, others in each step."""
+    T, D = 64, 32
+    w13_eF2D = torch.randn(case.experts // case.ranks, D, 2, D, dtype=torch.bfloat16, requires_grad=True)
+    w2_eDF = torch.randn(case.experts // case.ranks, D, D, dtype=torch.bfloat16, requires_grad=True)
+
+    def plain_experts(x_RD, counts_e, weight_R):
+        """What a GPU runs, without the autograd Functions around it, which torch.compile cannot follow."""
+        gemm = experts._GroupedGemm(counts_e)
+        gate_up_R2F = gemm.forward(x_RD, w13_eF2D.flatten(1, 2))
+        return gemm.forward(experts.swiglu(gate_up_R2F, weight_R, gemm), w2_eDF)
+
+    def twenty_steps(buffer):
+        dispatcher = Rank(replace(case, buffer=buffer, tokens=(T,) * case.ranks), group).dispatcher
+        graphs = CompileCounter()
+        torch._dynamo.reset()
+        compiled = torch.compile(plain_experts, backend=graphs, dynamic=False, fullgraph=True)
+        generator = torch.Generator().manual_seed(group.rank())
+        steps = []
+        for step in range(20):
+            preference_E = torch.rand(case.experts, generator=generator) * step / 10
+            ids = (torch.rand(T, case.experts, generator=generator) + preference_E).topk(case.top_k).indices
+            x = torch.randn(T, D, generator=generator).bfloat16().requires_grad_()
+            w = torch.rand(T, case.top_k, generator=generator).requires_grad_()
+            w13_eF2D.grad = w2_eDF.grad = None
+            with RecordShapes() as record:
+                received = dispatcher.dispatch(x, w, dispatcher.plan(ids))
+                gemm = experts._GroupedGemm(received.counts_e)
+                y_RD = experts.by_gemm(gemm, received.x_RD, received.weight_R, w13_eF2D, w2_eDF)
+                dispatcher.combine(y_RD, received.state).sum().backward()
+            steps.append(record.ops)
+            with torch.no_grad():
+                compiled(received.x_RD, received.counts_e, received.weight_R)
+        return steps, graphs.frame_count
+
+    op = f"plan_{case.dispatcher}_fixed"
+    with mock.patch.object(static, op, getattr(static, f"_{op}")):  # a mode does not see what an op does inside
+        steps, graphs = twenty_steps(case.buffer)
+    assert len(steps[0]) > 100 and all(step == steps[0] for step in steps)
+    assert graphs == 1
+    with mock.patch.object(torch._dynamo.config, "recompile_limit", 100):
+        steps, graphs = twenty_steps("exact")
+    assert len({str(step) for step in steps}) > 10 and graphs > 5
+
+
 def too_much(rank: Rank) -> bool:
     """Whether this rank sends more to some rank, or gets more, than the buffers hold."""
-    case, (copies, rows, slab_rows), alignment = rank.case, fixed_sizes(rank.dispatcher), rank.case.alignment
+    case, (copies, rows, slab_rows), alignment = rank.case, static.fixed_sizes(rank.dispatcher), rank.case.alignment
     to = [(t, int(rank.ids[t, k]) // rank.e) for t, k in rank.kept(rank.me)]
     per_rank = [sum(place == other for _, place in to) for other in range(case.ranks)]
     unique = [sum(place == other for _, place in set(to)) for other in range(case.ranks)]

@@ -47,6 +47,12 @@ class Outcome:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("direct-*.json"))]
 
     @property
+    def passes(self) -> list[dict[str, Any]]:
+        """By rank: "training", how often each step ran forward and backward; "validation", in all; "factors" that the
+        receive buffers of its layers had in the end."""
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("passes-*.json"))]
+
+    @property
     def step1(self) -> dict[str, Any]:
         return torch.load(self.folder / "step1.pt", weights_only=True)
 
@@ -82,6 +88,7 @@ class Case:
     argv: list[str]
     train: Path = REPO / "train.py"
     few_labels: bool = False  # hide most labels from data rank 1, and record losses computed directly
+    overflow: bool = False  # rank 1's layers.2 lacks rows, once in step 2 and once in validation
 
 
 def run_cases(world_size: int, cases: dict[str, Case], out: Path) -> dict[str, Outcome]:
@@ -93,6 +100,7 @@ def run_cases(world_size: int, cases: dict[str, Case], out: Path) -> dict[str, O
             free_port(),
             str(case.train),
             case.few_labels,
+            case.overflow,
             [*SMALL_FP32, f"--job.dump_folder={out / name}", *case.argv],
         )
         for name, case in cases.items()

@@ -3,10 +3,11 @@ once.
 
     torchrun --nproc_per_node N tests/distributed/worker.py OUT
 
-OUT/cases.json maps a name to a free port, the train.py to run and its arguments. Each case runs its `main` for real, in
-a fork of each rank with a process group of its own; its run folder is OUT/<name>, and rank 0 adds OUT/<name>/step1.pt:
-the gradient of every parameter at step 1, whole, before clipping; the experts that every token was routed to at step 1,
-by global sample; how often each collective was called in step 1; how experts are cut.
+OUT/cases.json maps a name to a free port, the train.py to run, what is done to it (see Case) and its arguments. Each
+case runs its `main` for real, in a fork of each rank with a process group of its own; its run folder is OUT/<name>.
+Rank 0 adds OUT/<name>/step1.pt: the gradient of every parameter at step 1, whole, before clipping; the experts that
+every token was routed to at step 1, by global sample; how often each collective was called in step 1; how experts are
+cut. Every rank adds passes-<rank>.json: how often it ran each step, and the factors of its receive buffers in the end.
 """
 
 import importlib.util
@@ -46,6 +47,8 @@ class Recorder:
         self.collectives: Counter[str] = Counter()
         self.load_without_content: list[float] = []  # heaviest over mean expert while a pipeline learned shapes
         self.gemms: Counter[str] = Counter()  # backward nodes of expert GEMMs that ran
+        self.passes: Counter[int] = Counter()  # forward and backward of a whole step, by step
+        self.validations = 0
 
     def record_gradients(self) -> None:
         assert self.run is not None
@@ -164,6 +167,31 @@ def hide_labels_and_compute_directly(train: ModuleType, run: Any) -> list[tuple[
     return found
 
 
+def lose_rows(run: Any) -> None:
+    """At step 2, and in a validation, layers.2 of rank 1 loses what it received and says that its buffer was too small,
+    until that has grown."""
+    layers = {name: moe for part in run.model_parts for name, moe in moe_layers(part).items()}
+    region = layers["layers.2"].routed_experts
+    dispatcher, lost = region.dispatcher, {}
+    plan, dispatch = dispatcher.plan, dispatcher.dispatch
+
+    def loses() -> bool:
+        place = "step 2" if region.training else "validation"
+        here = not region.training or run.progress.step == 2
+        return here and lost.setdefault(place, dispatcher.factor) == dispatcher.factor
+
+    def claiming_plan(*args):
+        found = plan(*args)
+        found.overflow = torch.ones_like(found.overflow) if loses() else found.overflow
+        return found
+
+    def losing_dispatch(x_TD, weights_TK, plan):
+        return dispatch(x_TD * 0, weights_TK * 0, plan) if loses() else dispatch(x_TD, weights_TK, plan)
+
+    if dist.get_rank() == 1:
+        dispatcher.plan, dispatcher.dispatch = claiming_plan, losing_dispatch
+
+
 def load(path: str) -> ModuleType:
     """The module train.py, or an edited copy of it."""
     if Path(path).resolve() == Path(train.__file__).resolve():
@@ -176,10 +204,11 @@ def load(path: str) -> ModuleType:
     return module
 
 
-def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool) -> None:
+def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool, overflow: bool) -> None:
     recorder = Recorder()
     direct: list[tuple[int, float, int]] = []
     build, train_step = train.build, train.train_step
+    forward_backward, held_out_loss = train.forward_backward, train.held_out_loss
     clip, route = train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward
     exchange = dist.all_to_all_single
 
@@ -188,6 +217,8 @@ def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool)
         if few_labels:
             nonlocal direct
             direct = hide_labels_and_compute_directly(train, recorder.run)
+        if overflow:
+            lose_rows(recorder.run)
         return recorder.run
 
     def recording_clip(*args, **kwargs):
@@ -208,6 +239,14 @@ def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool)
         with CountCollectives(recorder.collectives):
             return train_step(*args, **kwargs)
 
+    def counting_forward_backward(run, *args):
+        recorder.passes[run.progress.step] += 1
+        return forward_backward(run, *args)
+
+    def counting_held_out_loss(run):
+        recorder.validations += 1
+        return held_out_loss(run)
+
     def counting_exchange(*args, **kwargs):  # inside ops of our own, where the dispatch mode does not look
         if recorder.gradients is None:
             recorder.collectives["alltoall"] += 1
@@ -226,30 +265,35 @@ def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool)
     for node in (experts._Dgrad, experts._Wgrad):
         count_backward(node, recorder)
     # No need to put anything back: the case has this process to itself.
+    train.forward_backward, train.held_out_loss = counting_forward_backward, counting_held_out_loss
     train.build, train.train_step, dist.all_to_all_single = recording_build, counting_step, counting_exchange
     train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward = recording_clip, recording_route
     train.main(argv)
     if few_labels:
         (folder / f"direct-{dist.get_rank()}.json").write_text(json.dumps(direct))
     if recorder.gradients is not None:
+        layers = [moe for part in recorder.run.model_parts for moe in moe_layers(part).values()]
+        factors = [moe.routed_experts.dispatcher.factor for moe in layers]
+        passes = {"training": recorder.passes, "validation": recorder.validations, "factors": factors}
+        folder.mkdir(exist_ok=True)  # a case may train in another's run folder
+        (folder / f"passes-{dist.get_rank()}.json").write_text(json.dumps(passes))
         routing, shards = recorder.routing_by_global_sample(), recorder.expert_shards()
         gemms = recorder.gemms_of_all_ranks()
         if dist.get_rank() == 0:
             step1 = {"gradients": recorder.gradients, "routing": routing, "collectives": dict(recorder.collectives)}
             step1 |= {"expert_gemms": dict(gemms), "load_without_content": recorder.load_without_content}
-            folder.mkdir(exist_ok=True)  # a case may train in another's run folder
             torch.save({**step1, "expert_shards": shards}, folder / "step1.pt")
 
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # rank 0 of each case hosts its own store
-    for name, (port, path, few_labels, argv) in json.loads((out / "cases.json").read_text()).items():
+    for name, (port, path, few_labels, overflow, argv) in json.loads((out / "cases.json").read_text()).items():
         os.environ |= {"RUN_ID": name, "MASTER_PORT": str(port)}
         child = os.fork()
         if child == 0:
             try:
-                run_case(load(path), argv, out / name, few_labels)
+                run_case(load(path), argv, out / name, few_labels, overflow)
                 dist.destroy_process_group()
             except BaseException:
                 traceback.print_exc()

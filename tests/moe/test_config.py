@@ -27,6 +27,15 @@ def problems(*arguments: str, world: int = 4) -> str:
         (["--moe.ranks_per_node=0", EP2], ["moe.ranks_per_node = 0: must be at least 1"]),
         (["--moe.capacity_factor=0"], ["moe.capacity_factor = 0.0: must be greater than 0"]),
         (["--moe.capacity_factor=-1.5"], ["moe.capacity_factor = -1.5"]),
+        (["--moe.recv_buffer=0.5"], ["moe.recv_buffer = 0.5: must be", '"worst_case"', "at least 1"]),
+        (["--moe.recv_buffer=inf"], ["moe.recv_buffer = inf: must be finite"]),
+        (["--moe.recv_buffer=nan"], ["moe.recv_buffer = nan: must be finite"]),
+        (["--moe.recv_buffer=1.5", EP2], []),
+        (["--moe.recv_buffer=1.5"], []),
+        (
+            ["--moe.recv_buffer=worst_case", "--moe.ranks_per_node=1", EP2],
+            ['moe.recv_buffer = "worst_case"', "moe.ranks_per_node = 1 sends them by node", 'or choose "exact"'],
+        ),
         (["--moe.sequence_loss_coeff=-1"], ["moe.sequence_loss_coeff = -1.0: must be at least 0"]),
         (["--moe.force_balance=round_robin"], []),
         (["--moe.dispatcher=te_ep"], ['moe.dispatcher = "te_ep": is not built in yet; available: auto, local']),
@@ -50,6 +59,14 @@ def test_unknown_names_are_refused_with_the_known_ones(argument):
         config_file.load(["train_configs/debug_model.toml", argument])
     assert argument.split("=")[0].removeprefix("--") in str(error.value)
     assert any(known in str(error.value) for known in ("alltoall", "grouped_mm", "position"))
+
+
+def test_the_report_says_how_much_room_there_is():
+    """Debug model: 8 x 128 tokens, K = 3 of 8 experts, 2 on each of 4 ranks, slabs of multiples of 16 rows."""
+    for recv_buffer, rows in [("1.25", "3,840 rows"), ("worst_case", "8,192 rows")]:
+        ep4 = "--parallelism.expert_parallel_degree=4"
+        config = config_file.load(["train_configs/debug_model.toml", f"--moe.recv_buffer={recv_buffer}", ep4])
+        assert rows in moe_report(config, SimpleNamespace(ep=4, cp=1, tp=1))[1]
 
 
 @pytest.mark.parametrize("how", ["round_robin", "balanced_random"])

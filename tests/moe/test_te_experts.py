@@ -12,15 +12,14 @@ import titan_moe.runtime  # noqa: F401
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from tests import te_doubles
-from tests.moe.test_dispatch import RefuseCopiesToHost, fake_group  # noqa: F401 - a fixture
 from tests.moe.test_experts import SLABS, TOLERANCE, assert_close, oracle, problem, run
 from tests.moe.test_layer import layers, tokens
+from tests.sync_free import fake_group, sync_free
 from titan_moe.moe import te, te_fused
 from titan_moe.moe.contract import Dispatcher
 from titan_moe.moe.dispatch import make_dispatcher
@@ -187,12 +186,12 @@ def fake_problem(device: str, requires_grad: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 def test_device_splits_never_ask_the_host(late):
-    """Fake tensors have no values: whatever needs one raises. The second part has no backward, for which autograd
-    wants a device; it runs the three GEMMs of each projection by themselves."""
+    """The second part has no backward, for which autograd wants a device; it runs the three GEMMs of each projection by
+    themselves."""
     assert experts_sync_problem("te", "cuda", torch.bfloat16, D, F) is None
-    with FakeTensorMode():
+    with sync_free():
         EXPERTS["te"](*fake_problem("cpu", requires_grad=True), late=late).sum().backward()
-    with FakeTensorMode(), RefuseCopiesToHost(), torch.no_grad():
+    with sync_free(), torch.no_grad():
         x_RD, counts_E, weight_R, w13_EF2D, w2_EDF = fake_problem("cuda", requires_grad=False)
         EXPERTS["te"](x_RD, counts_E, weight_R, w13_EF2D, w2_EDF, late=late)
         gemm = DeviceSplits(counts_E, (D, F))
@@ -204,7 +203,7 @@ def test_device_splits_never_ask_the_host(late):
 def test_host_splits_ask_once_a_forward_and_are_caught(machine, monkeypatch):
     """So the check above can fail."""
     assert "13.1.1 is older than 13.4.0" in experts_sync_problem("te", "cuda", torch.bfloat16, D, F)
-    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+    with sync_free(), pytest.raises(DataDependentOutputException):
         EXPERTS["te"](*fake_problem("cpu", requires_grad=True))
     asked: list[Tensor] = []
     original = Tensor.tolist
@@ -224,20 +223,20 @@ def region(dispatcher: Dispatcher) -> Tensor:
 
 
 @both
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("recv_buffer", ["exact", "worst_case", 1.5])
 def test_the_whole_region_asks_the_host_unless_all_its_parts_are_static(machine, recv_buffer):
     """Forward and backward on one of 4 ranks."""
     sizes = {"num_experts": 16, "top_k": 3, "alignment": 16, "max_tokens": 8}
-    dispatcher = make_dispatcher("alltoall", ep_group=dist.group.WORLD, recv_buffer=recv_buffer, **sizes)
-    experts_wait = experts_sync_problem("te", "cuda", torch.bfloat16, D, F) is not None
-    assert dispatcher.sync_free == (recv_buffer != "exact") and experts_wait == (machine == "host")
-    if dispatcher.sync_free and not experts_wait:
-        with FakeTensorMode():
-            region(dispatcher).sum().backward()
-    else:
-        with FakeTensorMode(), pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
-            region(dispatcher)
+    with fake_group(4) as group:
+        dispatcher = make_dispatcher("alltoall", ep_group=group, recv_buffer=recv_buffer, **sizes)
+        experts_wait = experts_sync_problem("te", "cuda", torch.bfloat16, D, F) is not None
+        assert dispatcher.sync_free == (recv_buffer != "exact") and experts_wait == (machine == "host")
+        if dispatcher.sync_free and not experts_wait:
+            with sync_free():
+                region(dispatcher).sum().backward()
+        else:
+            with sync_free(), pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+                region(dispatcher)
 
 
 def test_backends_say_whether_the_host_waits():

@@ -85,6 +85,7 @@ def problems(*overrides: str) -> list[str]:
         (["--plan.gpus=none"], "plan.gpus: is not set; give the number of GPUs of the whole job"),
         (["--plan.gpus=0"], "plan.gpus = 0: must be at least 1"),
         (["--plan.hardware=A100", "--plan.precision=mxfp8"], "plan.hardware A100: has no mxfp8 rate; it has bf16"),
+        (["--moe.recv_buffer=1.5"], "moe.recv_buffer = 1.5: the planner counts the rows that arrive"),
         (["--training.mixed_precision_param=float32"], 'plan with "bfloat16"'),
         (["--plan.gpus=96"], "parallelism.expert_parallel_degree = 64: must divide data_parallel_shard_degree = 96"),
         (["--model.top_k=300"], "model.top_k = 300: must lie in 1 .. num_experts = 256"),

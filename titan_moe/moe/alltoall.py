@@ -33,9 +33,7 @@ class AllToAllDispatcher(Dispatcher):
             tensors = torch.ops.titan_moe.plan_alltoall(*arguments, self.group.group_name)
             return unpack_exact(tensors, T, self.ranks, hops=1)
         sizes = static.fixed_sizes(self)
-        tensors = torch.ops.titan_moe.plan_alltoall_fixed(
-            *arguments, self.group.group_name, sizes.copies, sizes.slab_rows
-        )
+        tensors = static.plan_alltoall_fixed(*arguments, self.group.group_name, sizes.copies, sizes.slab_rows)
         return static.unpack_fixed(tensors, T, self, sizes.copies, sizes.copies)
 
 

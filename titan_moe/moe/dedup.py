@@ -43,7 +43,7 @@ class DedupDispatcher(Dispatcher):
             tensors = torch.ops.titan_moe.plan_dedup(*arguments, self.group.group_name, self.ranks_per_node)
             return unpack_exact(tensors, T, self.ranks, hops=1 if self.ranks_per_node is None else 2)
         sizes = static.fixed_sizes(self)
-        tensors = torch.ops.titan_moe.plan_dedup_fixed(*arguments, self.group.group_name, *sizes)
+        tensors = static.plan_dedup_fixed(*arguments, self.group.group_name, *sizes)
         return static.unpack_fixed(tensors, T, self, sizes.copies, sizes.rows)
 
 

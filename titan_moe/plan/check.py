@@ -2,6 +2,7 @@
 
 from titan_moe.config import Config
 from titan_moe.config_check import check
+from titan_moe.config_print import literal
 from titan_moe.plan import hardware
 
 
@@ -19,6 +20,11 @@ def plan_problems(config: Config) -> list[str]:
         found.append(
             f'training.mixed_precision_param = "{config.training.mixed_precision_param}": has no rates in the planner; '
             'plan with "bfloat16"'
+        )
+    if config.moe.recv_buffer != "exact" and config.parallelism.expert_parallel_degree > 1:
+        found.append(
+            f"moe.recv_buffer = {literal(config.moe.recv_buffer)}: the planner counts the rows that arrive, not room "
+            'for more of them; plan with "exact"'
         )
     if plan.gpus is None:
         found.append("plan.gpus: is not set; give the number of GPUs of the whole job, as in --plan.gpus=256")
