@@ -2,8 +2,9 @@
 """Print the path of a Python that can run TitanMoE, made first if need be: `python3 scripts/setup_env.py [--dev]`.
 
 The Python that runs this script is used as it is when it has what pyproject.toml asks for (a container). Otherwise
-.venv in the repository is made, or completed; with a GPU it gets Transformer Engine (TE) too. The path is the only line
-on stdout. Several nodes of a shared file system may start at once: one installs, the others wait for it.
+.venv in the repository is made, or completed; with a GPU it gets Transformer Engine (TE) too. With --dev, TE's Python
+sources are fetched for the tests, 1 MB that nothing imports. The path is the only line on stdout. Several nodes of a
+shared file system may start at once: one installs, the others wait for it.
 """
 
 import sys
@@ -31,11 +32,13 @@ PYTHON = VENV / "bin" / "python"
 MARKER = VENV / ".titan_moe_ready"  # written last: a .venv without it was left half made
 TE_MARKER = VENV / ".titan_moe_te"  # how the Transformer Engine build ended, so that it is tried once
 
-TE_PACKAGES = ["transformer-engine[core_cu13]==2.20.2", "transformer-engine-torch==2.20.2"]
+TE_VERSION = "2.20.2"
+TE_PACKAGES = [f"transformer-engine[core_cu13]=={TE_VERSION}", f"transformer-engine-torch=={TE_VERSION}"]
 # TE's expert parallelism refuses an NCCL older than the one it was built with and is unproven on a newer one; its
 # sync-free grouped GEMM needs cuBLAS 13.6 in FP8. torch pins older ones exactly, and runs with these.
 TE_RUNTIME = ["nvidia-nccl-cu13==2.32.3", "nvidia-cublas==13.10.0.20"]
 TE = " ".join(TE_PACKAGES + TE_RUNTIME)
+TE_SOURCES = VENV / "wheels" / f"transformer_engine-{TE_VERSION}-py3-none-any.whl"  # its Python; tests read signatures
 
 
 def say(text: str) -> None:
@@ -184,21 +187,27 @@ def build_te(held: IO[str]) -> None:
     TE_MARKER.write_text(f"built {TE}")
 
 
+def fetch_te_sources(python: str, held: IO[str]) -> None:
+    argv = [python, "-m", "pip", "download", "--no-deps", f"transformer-engine=={TE_VERSION}"]
+    if run([*argv, "--dest", str(TE_SOURCES.parent)], held):
+        say(f"`{' '.join(argv)}` failed, see above: without {TE_SOURCES.name} the tests of TE's signatures fail")
+
+
 def main(argv: list[str]) -> None:
     dev = argv == ["--dev"]
     if argv and not dev:
         sys.exit("[setup] usage: setup_env.py [--dev]")
     missing = unmet(dev)
-    if not missing:
-        print(sys.executable)
-        return
-    if not ready(dev) or te_wanted():
+    python = str(PYTHON) if missing else sys.executable
+    if (dev and not TE_SOURCES.exists()) or (missing and (not ready(dev) or te_wanted())):
         held = lock()
-        if not ready(dev):
+        if missing and not ready(dev):
             install(dev, missing, held)
-        if te_wanted():
+        if missing and te_wanted():
             build_te(held)
-    print(PYTHON)
+        if dev and not TE_SOURCES.exists():
+            fetch_te_sources(python, held)
+    print(python)
 
 
 if __name__ == "__main__":

@@ -77,19 +77,27 @@ def log(event):
 log("start")
 time.sleep(float(os.environ.get("PIP_SECONDS", "0")))
 log("end")
-sys.exit(1 if os.environ.get("PIP_FAILS_ON", "nothing") in sys.argv else 0)
+if os.environ.get("PIP_FAILS_ON", "nothing") in sys.argv:
+    sys.exit(1)
+if sys.argv[1] == "download":
+    name, version = sys.argv[-3].split("==")
+    os.makedirs(sys.argv[-1], exist_ok=True)
+    open(f"{sys.argv[-1]}/{name.replace('-', '_')}-{version}-py3-none-any.whl", "w").close()
 """
 
 FAKE_VENV = """
-import os, sys
+import os, shutil, sys
 with open(os.environ["LOG"], "a") as file:
     print("venv", *sys.argv[1:-1], file=file)
+if "--clear" in sys.argv:
+    shutil.rmtree(sys.argv[-1], ignore_errors=True)
 python = sys.argv[-1] + "/bin/python"
 os.makedirs(os.path.dirname(python), exist_ok=True)
-if os.path.lexists(python):
-    os.remove(python)
 os.symlink(sys.executable, python)
 """
+
+
+DOWNLOAD = "download --no-deps transformer-engine==2.20.2 --dest {}/wheels"
 
 
 class Sandbox:
@@ -155,7 +163,7 @@ def test_the_venv_is_made_once_for_each_pyproject(sandbox):
     assert sandbox.setup() == (0, f"{sandbox.python}\n", "")  # ready
     assert sandbox.pip_calls() == []
     sandbox.setup("--dev")  # the extra is missing
-    assert sandbox.pip_calls() == ["install -e .[dev]"]
+    assert sandbox.pip_calls() == ["install -e .[dev]", DOWNLOAD.format(sandbox.venv)]
     sandbox.setup()  # a .venv with the extra serves without it too
     assert sandbox.pip_calls() == []
     sandbox.needs("'no-such-package>=2'")
@@ -260,7 +268,27 @@ def test_te_is_built_once_with_a_gpu_and_never_required(sandbox):
     assert sandbox.setup(TITAN_MOE_TE="") == (0, f"{sandbox.python}\n", "")
 
     sandbox.setup("--dev", TITAN_MOE_TE="")  # the install brings torch's NCCL back, so TE's follows again
-    assert len(sandbox.pip_calls()) == 4
+    assert len(sandbox.pip_calls()) == 5  # and TE's sources, for the tests
+
+
+def test_tes_sources_are_fetched_once_for_tests(sandbox):
+    """Also beside a Python that has everything else; without the network other tests still run."""
+    sandbox.needs("'numpy'")
+    (sandbox.root / "pyproject.toml").write_text(
+        PYPROJECT.format(more="'numpy'").replace("no-such-dev-package", "numpy")
+    )
+    status, out, err = sandbox.setup("--dev", PIP_FAILS_ON="download")
+    assert (status, out) == (0, f"{sys.executable}\n")
+    assert "-m pip download --no-deps transformer-engine==2.20.2` failed, see above: without transformer_eng" in err
+    assert sandbox.setup("--dev") == (0, f"{sys.executable}\n", "")  # tried again
+    assert sandbox.pip_calls() == [DOWNLOAD.format(sandbox.venv)] * 2
+    assert sandbox.setup("--dev") == (0, f"{sys.executable}\n", "")
+    assert sandbox.setup() == (0, f"{sys.executable}\n", "")
+    assert sandbox.pip_calls() == []
+
+    sandbox.needs("'no-such-package>=1'")  # a .venv that is made later starts empty
+    sandbox.setup("--dev")
+    assert [call.split()[0] for call in sandbox.pip_calls()] == ["install", "download"]
 
 
 FAKE_PYTHON = """#!/usr/bin/env bash
