@@ -33,7 +33,7 @@ MARKER = VENV / ".titan_moe_ready"  # written last: a .venv without it was left 
 TE_MARKER = VENV / ".titan_moe_te"  # how the Transformer Engine build ended, so that it is tried once
 
 TE_VERSION = "2.20.2"
-TE_PACKAGES = [f"transformer-engine[core_cu13]=={TE_VERSION}", f"transformer-engine-torch=={TE_VERSION}"]
+TE_PACKAGES = [f"transformer-engine[core-cu13]=={TE_VERSION}", f"transformer-engine-torch=={TE_VERSION}"]
 # TE's expert parallelism refuses an NCCL older than the one it was built with and is unproven on a newer one; its
 # sync-free grouped GEMM needs cuBLAS 13.6 in FP8. torch pins older ones exactly, and runs with these.
 TE_RUNTIME = ["nvidia-nccl-cu13==2.32.3", "nvidia-cublas==13.10.0.20"]

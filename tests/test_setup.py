@@ -223,7 +223,7 @@ def test_a_killed_run_keeps_others_out_while_its_pip_works(sandbox):
 def test_te_commands(tmp_path):
     commands = setup_env.te_commands(str(tmp_path / "bin" / "python"))
     core, extension, runtime, check = [argv for _, argv in commands]
-    assert "transformer-engine[core_cu13]==2.20.2" in core
+    assert "transformer-engine[core-cu13]==2.20.2" in core
     assert "transformer-engine-torch==2.20.2" in extension
     assert {"--no-build-isolation", "--no-cache-dir"} < set(extension)
     # Last, and without dependencies: every other pip install would bring back what torch pins.

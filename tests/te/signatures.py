@@ -11,7 +11,7 @@ they are declared; it does say how TE's own Python calls them.
 import ast
 import inspect
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -107,9 +107,9 @@ class Sources:
             bound = isinstance(self.find(name.rpartition(".")[0]), ast.ClassDef)
             static = any(ast.unparse(decorator) == "staticmethod" for decorator in found.decorator_list)
             return function_signature(found, skip_first=bound and not static)
-        return self._constructor(found, name) if isinstance(found, ast.ClassDef) else None
+        return self._constructor(found) if isinstance(found, ast.ClassDef) else None
 
-    def _constructor(self, node: ast.ClassDef, name: str) -> inspect.Signature | None:
+    def _constructor(self, node: ast.ClassDef) -> inspect.Signature | None:
         methods = {child.name: child for child in node.body if isinstance(child, ast.FunctionDef)}
         for method in ("__init__", "__new__"):
             if method in methods:
@@ -206,10 +206,19 @@ class Use:
         return len(self.call.args), frozenset(keyword.arg for keyword in self.call.keywords)
 
 
-def uses(tree: ast.Module, where: str) -> Iterator[Use]:
-    """Every use of a name that the module imports from TE, wherever it imports it."""
-    names: dict[str, str] = {}
-    for node in ast.walk(tree):
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def uses(tree: ast.AST, where: str, outside: Mapping[str, str] | None = None) -> Iterator[Use]:
+    """Every use, in a module or function and in the functions inside it, of a name that it imports from TE or that is
+    one of TE's `outside`."""
+    names = dict(outside or {})
+    for node in _own(tree):  # a parameter or variable hides what the name stands for outside
+        if isinstance(node, ast.arg):
+            names.pop(node.arg, None)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.pop(node.id, None)
+    for node in _own(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 package = alias.name.split(".")[0]
@@ -219,10 +228,22 @@ def uses(tree: ast.Module, where: str) -> Iterator[Use]:
             for alias in node.names:
                 names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                 yield Use(f"{node.module}.{alias.name}", f"{where}:{node.lineno}", None)
-    yield from _uses(tree, names, where)
+    for child in ast.iter_child_nodes(tree):
+        yield from _uses(child, names, where)
 
 
-def _uses(node: ast.AST, names: dict[str, str], where: str) -> Iterator[Use]:
+def _own(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that are not inside a function in `tree`."""
+    for node in ast.iter_child_nodes(tree):
+        yield node
+        if not isinstance(node, FUNCTIONS):
+            yield from _own(node)
+
+
+def _uses(node: ast.AST, names: Mapping[str, str], where: str) -> Iterator[Use]:
+    if isinstance(node, FUNCTIONS):
+        yield from uses(node, where, names)
+        return
     call = node if isinstance(node, ast.Call) else None
     name = _dotted(call.func if call else node, names)
     if name is not None:
@@ -232,7 +253,7 @@ def _uses(node: ast.AST, names: dict[str, str], where: str) -> Iterator[Use]:
         yield from _uses(child, names, where)
 
 
-def _dotted(node: ast.AST, names: dict[str, str]) -> str | None:
+def _dotted(node: ast.AST, names: Mapping[str, str]) -> str | None:
     """`ep.ep_dispatch` as an absolute name, when `ep` is TE's."""
     if isinstance(node, ast.Name):
         return names.get(node.id)

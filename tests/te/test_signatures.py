@@ -1,6 +1,8 @@
 """Every call to Transformer Engine (TE) fits the signature in TE's own source, and so does every double of it.
 
 TE and its extension are not imported (see signatures.py), so this holds our calls to the pinned release on any machine.
+What is compiled has no signature in the wheel. There the doubles' signatures count, which must take every call of TE's
+own Python (and be the compiled ones: test_real.py), and without a double a call must be as TE's own.
 """
 
 import ast
@@ -18,7 +20,6 @@ EP_BUFFER = """class EpBuffer:
     def __init__(self, top_k, max_tokens_per_rank, hidden_dim, num_local_experts, recv_capacity_per_rank=None,
             alignment=0, payload_dtype=torch.bfloat16, device=None, dispatch_fwd_quant_recipe=None,
             combine_bwd_quant_recipe=None):"""
-MAY_IMPORT_TE = {"te.py", "te_ep.py", "te_experts.py", "te_fused.py", "precision.py"}
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +39,27 @@ def calls_of_te(te) -> dict[str, list[Use]]:
 
 @cache
 def our_files() -> list[Path]:
-    """Our files that name TE; a double may call a double as it likes."""
-    files = [
-        path for folder in ("titan_moe", "scripts", "benchmarks", "tests") for path in (REPO / folder).rglob("*.py")
-    ]
-    named = [path for path in files if any(package in path.read_text() for package in PACKAGES)]
-    return sorted(path for path in named if DOUBLES not in path.parents)
+    """Our files that name TE. Other tests call doubles, some of them wrongly, to see that refused."""
+    folders = [REPO / folder for folder in ("titan_moe", "scripts", "benchmarks", "tests/te", "tests/gpu")]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return [path for path in files if any(package in path.read_text() for package in PACKAGES)]
 
 
 def mistakes(found: list[Use], te: Sources, calls_of_te: dict[str, list[Use]]) -> list[str]:
     """What TE would not take."""
     wrong = []
     for use in found:
-        if use.name.split(".")[0] == EXTENSION:
-            shapes = {call.shape() for call in calls_of_te.get(use.name, [])}
-            if use.call and use.shape() not in shapes:
-                wrong.append(f"{use.where}: {use.name}{use.shape()} is called by TE itself with {shapes or 'nothing'}")
+        if use.name == EXTENSION:
             continue
+        signatures = Sources(DOUBLES) if use.name.startswith(f"{EXTENSION}.") else te
         try:
-            signature = te.signature(use.name)
+            signature = signatures.signature(use.name)
         except AttributeError as error:
-            wrong.append(f"{use.where}: {error}")
+            shapes = {call.shape() for call in calls_of_te.get(use.name, [])}
+            if not shapes:
+                wrong.append(f"{use.where}: {error}")
+            elif use.call and use.shape() not in shapes:
+                wrong.append(f"{use.where}: {use.name}{use.shape()}, but TE calls it with {shapes}")
             continue
         if use.call and (misfit := use.misfit(signature) if signature else f"{use.name} is nothing to call"):
             wrong.append(f"{use.where}: {misfit}")
@@ -72,11 +73,13 @@ def test_our_calls_fit(te, calls_of_te):
 
 
 def test_only_the_files_of_te_import_it():
-    importing = {path for path in our_files() if list(uses(ast.parse(path.read_text()), path.name))}
-    assert {path.name for path in importing if "titan_moe" in path.parts} <= MAY_IMPORT_TE
-    for path in importing:  # and only inside functions
+    package = [path for path in our_files() if path.is_relative_to(REPO / "titan_moe")]
+    importing = {path for path in package if list(uses(ast.parse(path.read_text()), path.name))}
+    assert importing
+    for path in importing:
+        assert path.parent.name == "moe" and path.name.startswith(("te", "precision")), path
         top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-        assert list(uses(ast.Module(top, []), path.name)) == []
+        assert list(uses(ast.Module(top, []), path.name)) == [], "only inside functions"
 
 
 @pytest.mark.parametrize(
@@ -97,9 +100,17 @@ def test_only_the_files_of_te_import_it():
             "def f():\n    import transformer_engine\n    return transformer_engine.is_ep()",
             "has no transformer_engine.is_ep",
         ),
+        ("def f():\n    import transformer_engine as te\ndef g(te):\n    te.is_ep()", None),  # another te
+        ("import transformer_engine as te\ndef g():\n    te = 1\n    te.is_ep()", None),
+        ("import transformer_engine as te\ndef g():\n    te.is_ep()", "has no transformer_engine.is_ep"),
         ("import transformer_engine_torch as tex\ntex.get_cublasLt_version()", None),
-        ("import transformer_engine_torch as tex\ntex.get_cublasLt_version(0)", "get_cublasLt_version(1, "),
-        ("import transformer_engine_torch as tex\ntex.no_such_kernel()", "called by TE itself with nothing"),
+        ("import transformer_engine_torch as tex\ntex.get_cublasLt_version(0)", "too many positional arguments"),
+        ("import transformer_engine_torch as tex\ntex.swiglu(x, quantizer)", None),  # no double, but TE does so
+        ("import transformer_engine_torch as tex\ntex.swiglu(x)", "but TE calls it with {(2, "),
+        (
+            "import transformer_engine_torch as tex\ntex.no_such_kernel()",
+            "has no transformer_engine_torch.no_",
+        ),
     ],
 )
 def test_a_wrong_call_is_seen(te, calls_of_te, source, mistake):

@@ -67,7 +67,7 @@ def facts() -> Facts:
 def problem(found: Facts) -> str | None:
     """Why no backend of TE can run here, or None."""
     if found.version is None:
-        return f"Transformer Engine is not installed; install transformer-engine[core_cu13,pytorch]=={PINNED}"
+        return f"Transformer Engine is not installed; install transformer-engine[core-cu13,pytorch]=={PINNED}"
     if _release(found.version) < _release(PINNED):
         return f"Transformer Engine {found.version} is too old; install {PINNED}"
     if found.extension:

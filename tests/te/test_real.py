@@ -1,0 +1,135 @@
+"""The built Transformer Engine (TE) on a machine without a GPU: `pytest -m te`.
+
+Nothing here computes with TE's kernels. Its Python runs, on meta tensors or with the one compiled function that would
+need a GPU replaced, so that our calls go through TE's own checks.
+
+Shape letters: T tokens, D model width, K top-k, e local experts, R rows received.
+"""
+
+import ast
+import contextlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from unittest import mock
+
+import titan_moe.runtime  # noqa: F401
+
+import pytest
+import torch
+
+from tests.te.signatures import REPO, Sources, te_sources, uses
+from tests.te.test_signatures import DOUBLES, EXTENSION, doubled, our_files
+from titan_moe.moe import te
+
+pytestmark = [pytest.mark.te, pytest.mark.usefixtures("tex")]
+
+
+def test_a_run_finds_what_is_installed():
+    """In a process of its own, where nothing has imported TE before `facts` does."""
+    program = (
+        "import titan_moe.runtime; from titan_moe.moe import te; print(repr(te.facts())); print(te.problem(te.facts()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    shown, problem = done.stdout.splitlines()[-2:]
+    found: te.Facts = eval(shown, {"Facts": te.Facts})
+    assert (found.version, found.extension, found.nccl, found.nccl_ep) == (te.PINNED, "", te.NCCL_EP_BUILD, True)
+    assert 130000 <= found.cublaslt < 140000
+    if not torch.cuda.is_available():
+        assert problem == "Transformer Engine needs a CUDA device, and torch sees none"
+
+
+def imported(name: str):
+    """What a dotted name is, by importing."""
+    parts = name.split(".")
+    found = import_module(parts[0])
+    for at, part in enumerate(parts[1:], 2):
+        found = getattr(found, part) if hasattr(found, part) else import_module(".".join(parts[:at]))
+    return found
+
+
+def names_in_use() -> set[str]:
+    """Every name of TE that our files use or that has a double."""
+    found = [use for path in our_files() for use in uses(ast.parse(path.read_text()), path.name)]
+    public = {name for name in doubled(Sources(DOUBLES)) if not name.rpartition(".")[2].startswith("_")}
+    return {use.name for use in found} | public
+
+
+def test_signatures_in_the_source_are_the_real_ones():
+    """The ones that test_signatures.py holds our calls to are what Python sees: no decorator has changed them."""
+    sources, compared = te_sources(), set()
+    for name in sorted(names_in_use()):
+        if name.split(".")[0] == EXTENSION or (read := sources.signature(name)) is None:
+            continue
+        real, module = inspect.signature(imported(name)), sys.modules[imported(name).__module__]
+        assert list(read.parameters) == list(real.parameters), name
+        for parameter in read.parameters.values():
+            own = real.parameters[parameter.name]
+            empty = parameter.default is inspect.Parameter.empty
+            default = parameter.default if empty else eval(parameter.default, vars(module))
+            assert (parameter.kind, default) == (own.kind, own.default), f"{name}({parameter.name})"
+        compared.add(name)
+    assert "transformer_engine._nccl_ep_library_installed" in compared
+
+
+def declared(function) -> list[tuple[str, bool]]:
+    """(name, has a default) of each argument of a compiled function, from the first line that pybind11 documents it
+    with. Arguments that it was not told the names of are arg0, arg1, ..., and cannot be passed by name."""
+    text = function.__doc__.splitlines()[0]
+    depth, pieces = 0, [""]
+    for character in text[text.index("(") + 1 : text.rindex(") ->")]:
+        depth += (character in "[(<") - (character in "])>")
+        if character == "," and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return [(piece.partition(":")[0].strip(), " = " in piece) for piece in pieces if piece.strip()]
+
+
+def test_doubles_of_compiled_functions_take_what_they_take(tex):
+    doubles = Sources(DOUBLES)
+    names = [name for name in doubled(doubles) if name.startswith(f"{EXTENSION}.")]
+    names = [name for name in names if not name.rpartition(".")[2].startswith("_")]
+    for name in names:
+        parameters = list(doubles.signature(name).parameters.values())
+        own = [(parameter.name, parameter.default is not inspect.Parameter.empty) for parameter in parameters]
+        theirs = declared(getattr(tex, name.rpartition(".")[2]))
+        assert len(own) == len(theirs), f"{name}: {theirs}"
+        for mine, real in zip(own, theirs):
+            assert mine[1] == real[1] and (mine[0] == real[0] or real[0].startswith("arg")), f"{name}: {mine}, {real}"
+    assert len(names) > 1
+
+
+@contextlib.contextmanager
+def ep_on_meta() -> Iterator[None]:
+    """TE's expert parallelism in capacity mode, without a communicator: its operators have fake kernels."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch import ep
+
+    with (
+        mock.patch.object(ep, "_BOOTSTRAPPED", True),
+        mock.patch.object(ep, "_EAGER", False),
+        mock.patch.object(tex, "ep_handle_mem_size", return_value=4096),
+        mock.patch.object(tex, "ep_get_zero_copy", return_value=False),
+    ):
+        yield
+
+
+def test_ep_forward_and_backward_on_meta_tensors():
+    from transformer_engine.pytorch.ep import EpBuffer, ep_combine, ep_dispatch
+
+    T, D, K, e, R = 256, 512, 4, 8, 2048
+    x_TD = torch.empty(T, D, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weights_TK = torch.empty(T, K, device="meta", requires_grad=True)
+    ids_TK = torch.empty(T, K, dtype=torch.int64, device="meta")
+    with ep_on_meta():
+        buffer = EpBuffer(K, T, D, e, R, alignment=128, device=torch.device("meta"))
+        x_RD, weight_R, counts_e = ep_dispatch(buffer, x_TD, ids_TK, weights_TK)
+        out_TD = ep_combine(buffer, (x_RD * weight_R[:, None]).to(x_RD.dtype), num_local_tokens=T)
+        out_TD.float().sum().backward()
+    assert (x_RD.shape, weight_R.shape, counts_e.shape) == ((R, D), (R,), (e,))
+    assert (weight_R.dtype, counts_e.dtype, buffer.total_recv_tokens.dtype) == (torch.float32, torch.int64, torch.int64)
+    assert (out_TD.shape, x_TD.grad.shape, weights_TK.grad.shape) == (x_TD.shape, x_TD.shape, weights_TK.shape)
