@@ -11,6 +11,7 @@ when a run starts, which no check looks for.
 
 import ctypes
 import functools
+import importlib.util
 import os
 import shutil
 from dataclasses import dataclass
@@ -102,23 +103,41 @@ def _has_nccl_ep() -> bool:
 
 
 def _nvcc() -> str | None:
-    """Where NCCL EP looks for its compiler, in its order."""
+    """Where NCCL EP looks for its compiler, in its order, and at last where pip puts it, where NCCL EP does not look:
+    it must be told."""
     home = os.environ.get("CUDA_HOME")
     for path in (
         os.environ.get("NCCL_EP_JIT_NVCC"),
         os.environ.get("NVCC"),
         f"{home}/bin/nvcc" if home else None,
         shutil.which("nvcc"),
+        *(f"{folder}/cu13/bin/nvcc" for folder in _nvidia_packages()),
     ):
         if path and (found := shutil.which(path)):
             return found
     return None
 
 
+def _nvidia_packages() -> list[str]:
+    """The folders that pip has unpacked NVIDIA's libraries, headers and compiler to."""
+    spec = importlib.util.find_spec("nvidia")
+    return list(spec.submodule_search_locations or []) if spec else []
+
+
 def _nccl_headers() -> str | None:
-    """Where NCCL EP looks for the headers that it compiles against, in its order."""
-    home = os.environ.get("NCCL_HOME", "/usr")
-    for folder in (os.environ.get("NCCL_EP_JIT_BUILD_INCLUDE_DIR"), f"{home}/include"):
+    """Where TE looks for the headers that NCCL EP compiles against, in its order: beside the loaded library at last."""
+    library = next((Path(path) for path in _mapped() if Path(path).name.startswith("libnccl.so")), None)
+    for folder in (
+        os.environ.get("NCCL_EP_JIT_BUILD_INCLUDE_DIR"),
+        f"{os.environ.get('NCCL_HOME', '/usr')}/include",
+        *([] if library is None else [str(parent / "include") for parent in library.parents]),
+    ):
         if folder and (Path(folder) / "nccl.h").is_file():
             return folder
     return None
+
+
+def _mapped() -> list[str]:
+    """Files that this process has mapped into its memory, its libraries among them."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6]
