@@ -8,21 +8,28 @@ Shape letters: T tokens, D model width, K top-k, e local experts, R rows receive
 
 import ast
 import contextlib
+import importlib.util
 import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import titan_moe.runtime  # noqa: F401
 
 import pytest
 import torch
+from titan_moe.moe.te_experts import DeviceSplits, HostSplits
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.moe.test_experts import TOLERANCE, assert_close, oracle, problem
 from tests.te.signatures import REPO, Sources, te_sources, uses
 from tests.te.test_signatures import DOUBLES, EXTENSION, doubled, our_files
 from titan_moe.moe import te
+from titan_moe.moe.experts import by_gemm
 
 pytestmark = [pytest.mark.te, pytest.mark.usefixtures("tex")]
 
@@ -92,7 +99,7 @@ def declared(function) -> list[tuple[str, bool]]:
 def test_doubles_of_compiled_functions_take_what_they_take(tex):
     doubles = Sources(DOUBLES)
     names = [name for name in doubled(doubles) if name.startswith(f"{EXTENSION}.")]
-    names = [name for name in names if not name.rpartition(".")[2].startswith("_")]
+    names = [name for name in names if hasattr(tex, name.rpartition(".")[2])]
     for name in names:
         parameters = list(doubles.signature(name).parameters.values())
         own = [(parameter.name, parameter.default is not inspect.Parameter.empty) for parameter in parameters]
@@ -133,3 +140,96 @@ def test_ep_forward_and_backward_on_meta_tensors():
     assert (x_RD.shape, weight_R.shape, counts_e.shape) == ((R, D), (R,), (e,))
     assert (weight_R.dtype, counts_e.dtype, buffer.total_recv_tokens.dtype) == (torch.float32, torch.int64, torch.int64)
     assert (out_TD.shape, x_TD.grad.shape, weights_TK.grad.shape) == (x_TD.shape, x_TD.shape, weights_TK.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Grouped GEMM. What is compiled is replaced; TE's Python around it is real.
+
+COUNTS = [16, 0, 32, 48]
+
+
+def te_general_grouped_gemm(A, transa, B, transb, out, out_type, m_splits, *others):
+    """The one compiled function behind host splits: out = op(B) op(A), row-major. Only what our calls ask of it."""
+    bias, _, single_output, _, grad, _, _, accumulate, *_ = others
+    assert not accumulate and [b.shape[0] for b in B] == m_splits and grad == (not transa)
+    rows = out[0].split([*m_splits, out[0].shape[0] - sum(m_splits)]) if single_output else out
+    for a, b, result in zip(A, B, rows):
+        result.copy_((b.T if transb else b) @ (a.T if transa else a))
+    return bias
+
+
+def test_host_splits_through_tes_python(tex):
+    """Forward, dgrad and wgrad against a loop over rows, an expert without rows among them."""
+    from transformer_engine.pytorch.cpp_extensions import gemm
+
+    with (
+        mock.patch.object(tex, "te_general_grouped_gemm", side_effect=te_general_grouped_gemm) as compiled,
+        mock.patch.object(gemm, "get_sm_count", return_value=132),
+        mock.patch.object(gemm, "get_cublas_workspace", return_value=[torch.empty(1, dtype=torch.uint8)]),
+        mock.patch.object(gemm, "_empty_tensor", side_effect=torch.Tensor),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            tensors = problem(COUNTS, dtype, tail=16)
+            assert_close(
+                computed(HostSplits(torch.tensor(COUNTS)), tensors), oracle(COUNTS, *tensors), TOLERANCE[dtype]
+            )
+    assert compiled.call_count == 2 * 3 * 2
+
+
+def computed(gemm, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """y and the gradients of x, weight, w13 and w2."""
+    leaves = x_RD, weight_R, w13_EF2D, w2_EDF = [tensor.clone().requires_grad_() for tensor in tensors[:4]]
+    y_RD = by_gemm(gemm, x_RD, weight_R, w13_EF2D, w2_EDF)
+    grads, rows = torch.autograd.grad(y_RD, leaves, tensors[4]), slice(0, sum(COUNTS))
+    return [y_RD.detach()[rows], grads[0][rows], grads[1][rows], *grads[2:]]
+
+
+def double(path: str) -> ModuleType:
+    """A double, in a process that has the real TE: what it imports is real."""
+    spec = importlib.util.spec_from_file_location(f"double_of_{Path(path).stem}", DOUBLES / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_double_of_device_splits_reads_tes_own_tensors(tex):
+    """Packed by TE's own class, multiplied by the double: our packing says what TE's class takes it for."""
+    from transformer_engine.pytorch.cpp_extensions import gemm
+
+    doubled_gemm = double("transformer_engine/pytorch/cpp_extensions/gemm.py")
+    doubled_tex = double("transformer_engine_torch/gemm.py")
+    name = "general_grouped_gemm_for_grouped_tensor"
+    with (
+        mock.patch.object(gemm, name, getattr(doubled_gemm, name)),
+        mock.patch.object(tex, "splits_to_offsets_multi", doubled_tex.splits_to_offsets_multi),
+    ):
+        tensors = problem(COUNTS, torch.bfloat16, tail=16)
+        D, F = tensors[3].shape[1:]
+        splits = DeviceSplits(torch.tensor(COUNTS), (D, 2 * F, F))
+        assert_close(computed(splits, tensors), oracle(COUNTS, *tensors), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_device_splits_pass_tes_python(tex, capability):
+    """Fake CUDA tensors through TE's own checks, up to the compiled functions."""
+    from transformer_engine.pytorch.cpp_extensions import gemm
+
+    E, D, F, R = 4, 64, 48, 256
+    doubled_tex = double("transformer_engine_torch/gemm.py")
+    name = "te_general_grouped_gemm_for_grouped_tensor"
+    with contextlib.ExitStack() as stack:
+        for value in vars(gemm).values():
+            if hasattr(value, "cache_clear"):
+                stack.callback(value.cache_clear)  # of workspaces that are fake
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=capability))
+        stack.enter_context(mock.patch.object(gemm, "get_sm_count", return_value=132))
+        stack.enter_context(mock.patch.object(tex, "splits_to_offsets_multi", doubled_tex.splits_to_offsets_multi))
+        compiled = stack.enter_context(mock.patch.object(tex, name))
+        stack.enter_context(FakeTensorMode())
+        counts_E = torch.empty(E, dtype=torch.int64, device="cuda")
+        x_RD, w_EFD = (torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((R, D), (E, F, D)))
+        splits = DeviceSplits(counts_E, (D, F))
+        y_RF = splits.forward(x_RD, w_EFD)
+        assert splits.dgrad(y_RF, w_EFD).shape == x_RD.shape and splits.wgrad(y_RF, x_RD).shape == w_EFD.shape
+    transposed = [call.args[1:4:2] for call in compiled.call_args_list]
+    assert transposed == [(True, False), (False, False), (False, True)]
