@@ -22,7 +22,6 @@ import titan_moe.runtime  # noqa: F401
 
 import pytest
 import torch
-from titan_moe.moe.te_experts import DeviceSplits, HostSplits
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.moe.test_experts import TOLERANCE, assert_close, oracle, problem
@@ -30,6 +29,7 @@ from tests.te.signatures import REPO, Sources, te_sources, uses
 from tests.te.test_signatures import DOUBLES, EXTENSION, doubled, our_files
 from titan_moe.moe import te
 from titan_moe.moe.experts import by_gemm
+from titan_moe.moe.te_experts import DeviceSplits, HostSplits
 
 pytestmark = [pytest.mark.te, pytest.mark.usefixtures("tex")]
 
