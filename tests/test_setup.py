@@ -241,10 +241,18 @@ def executable(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_te_is_built_once_with_a_gpu_and_never_required(sandbox):
+def test_te_is_built_without_a_gpu_when_asked_for(sandbox):
     executable(sandbox.bin / "nvidia-smi", "#!/bin/sh\necho 'No devices found.'\n")
     assert sandbox.setup(TITAN_MOE_TE="")[0] == 0
     assert sandbox.pip_calls() == ["install -e ."]
+    for _ in range(2):
+        assert sandbox.setup(TITAN_MOE_TE="1")[:2] == (0, f"{sandbox.python}\n")
+    assert len(sandbox.pip_calls()) == 3  # once
+
+
+def test_te_is_built_once_with_a_gpu_and_never_required(sandbox):
+    sandbox.setup()
+    sandbox.pip_calls()
 
     executable(sandbox.bin / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)'\n")
     assert sandbox.setup(TITAN_MOE_TE="0") == (0, f"{sandbox.python}\n", "")
