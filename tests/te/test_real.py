@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -75,16 +76,16 @@ def test_signatures_in_the_source_are_the_real_ones():
         assert list(read.parameters) == list(real.parameters), name
         for parameter in read.parameters.values():
             own = real.parameters[parameter.name]
-            empty = parameter.default is inspect.Parameter.empty
+            empty = parameter.default is Parameter.empty
             default = parameter.default if empty else eval(parameter.default, vars(module))
             assert (parameter.kind, default) == (own.kind, own.default), f"{name}({parameter.name})"
         compared.add(name)
     assert "transformer_engine._nccl_ep_library_installed" in compared
 
 
-def declared(function) -> list[tuple[str, bool]]:
-    """(name, has a default) of each argument of a compiled function, from the first line that pybind11 documents it
-    with. Arguments that it was not told the names of are arg0, arg1, ..., and cannot be passed by name."""
+def declared(function) -> list[Parameter]:
+    """The parameters of a compiled function, from the line that pybind11 documents it with. Those that it was not told
+    the names of are called arg0, arg1, ... there, and cannot be passed by name. Defaults are only there or not."""
     text = function.__doc__.splitlines()[0]
     depth, pieces = 0, [""]
     for character in text[text.index("(") + 1 : text.rindex(") ->")]:
@@ -93,21 +94,34 @@ def declared(function) -> list[tuple[str, bool]]:
             pieces.append("")
         else:
             pieces[-1] += character
-    return [(piece.partition(":")[0].strip(), " = " in piece) for piece in pieces if piece.strip()]
+    parameters, kind = [], Parameter.POSITIONAL_OR_KEYWORD
+    for piece in filter(None, map(str.strip, pieces)):
+        if piece == "*":
+            kind = Parameter.KEYWORD_ONLY
+            continue
+        name = piece.partition(":")[0]
+        unnamed = name == f"arg{len(parameters)}"
+        default = ... if " = " in piece else Parameter.empty
+        parameters.append(Parameter(name, Parameter.POSITIONAL_ONLY if unnamed else kind, default=default))
+    return parameters
 
 
 def test_doubles_of_compiled_functions_take_what_they_take(tex):
-    doubles = Sources(DOUBLES)
-    names = [name for name in doubled(doubles) if name.startswith(f"{EXTENSION}.")]
-    names = [name for name in names if hasattr(tex, name.rpartition(".")[2])]
-    for name in names:
-        parameters = list(doubles.signature(name).parameters.values())
-        own = [(parameter.name, parameter.default is not inspect.Parameter.empty) for parameter in parameters]
-        theirs = declared(getattr(tex, name.rpartition(".")[2]))
+    doubles, compared = Sources(DOUBLES), set()
+    for name in doubled(doubles):
+        function = getattr(tex, name.rpartition(".")[2], None)
+        if not name.startswith(f"{EXTENSION}.") or function is None:
+            continue
+        own, theirs, optional = list(doubles.signature(name).parameters.values()), declared(function), False
         assert len(own) == len(theirs), f"{name}: {theirs}"
         for mine, real in zip(own, theirs):
-            assert mine[1] == real[1] and (mine[0] == real[0] or real[0].startswith("arg")), f"{name}: {mine}, {real}"
-    assert len(names) > 1
+            if real.kind != Parameter.POSITIONAL_ONLY:
+                assert (mine.name, mine.kind) == (real.name, real.kind), name
+            optional |= real.default is not Parameter.empty
+            # pybind11 allows a required parameter behind an optional one, Python does not.
+            assert (mine.default is not Parameter.empty) == optional or mine.kind == Parameter.KEYWORD_ONLY, name
+        compared.add(function.__name__)
+    assert {"get_cublasLt_version", "splits_to_offsets_multi"} <= compared
 
 
 @contextlib.contextmanager
@@ -223,6 +237,7 @@ def test_device_splits_pass_tes_python(tex, capability):
                 stack.callback(value.cache_clear)  # of workspaces that are fake
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=capability))
         stack.enter_context(mock.patch.object(gemm, "get_sm_count", return_value=132))
+        stack.enter_context(mock.patch.object(gemm, "get_cublas_workspace_size_bytes", return_value=1024))
         stack.enter_context(mock.patch.object(tex, "splits_to_offsets_multi", doubled_tex.splits_to_offsets_multi))
         compiled = stack.enter_context(mock.patch.object(tex, name))
         stack.enter_context(FakeTensorMode())
