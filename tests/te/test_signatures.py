@@ -122,9 +122,9 @@ def test_a_wrong_call_is_seen(te, calls_of_te, source, mistake):
 
 
 def doubled(doubles: Sources) -> list[str]:
-    """The dotted name of every module-level function and class of the doubles, and of the public methods."""
+    """The dotted name of every module-level function and class of TE's doubles, and of the public methods."""
     names = []
-    for path in sorted(Path(str(doubles.root)).rglob("*.py")):
+    for path in sorted(path for package in PACKAGES for path in Path(str(doubles.root), package).rglob("*.py")):
         parts = path.relative_to(str(doubles.root)).with_suffix("").parts
         module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         for node in ast.parse(path.read_text()).body:
@@ -152,7 +152,7 @@ def differences(doubles: Sources, te: Sources, calls_of_te: dict[str, list[Use]]
             continue
         if own != theirs:
             wrong.append(f"{name}: {own}, but TE's is {theirs}")
-        if isinstance(doubles.find(name), ast.ClassDef):
+        if isinstance(doubles.find(name), ast.ClassDef) and isinstance(te.find(name), ast.ClassDef):
             more = doubles.attributes(name) - te.attributes(name)
             wrong += [f"{name}.{attribute}: TE's has no such attribute" for attribute in more if attribute[0] != "_"]
     return wrong

@@ -5,7 +5,13 @@ for sigmoid only; groups that divide the experts and a top_k that the used group
 for the chosen experts.
 """
 
+import enum
+
 import torch
+
+
+class RoutingMapFormat(enum.Enum):
+    BYTEMAP = 0
 
 
 def fused_topk_with_score_function(
@@ -17,7 +23,7 @@ def fused_topk_with_score_function(
     scaling_factor,
     score_function,
     expert_bias,
-    routing_map_format="bytemap",
+    routing_map_format=RoutingMapFormat.BYTEMAP,
     topk_indices=None,
     qb_histogram=None,
     qb_bin_bounds=None,
@@ -25,7 +31,8 @@ def fused_topk_with_score_function(
 ):
     T, E = logits.shape
     assert logits.dtype == torch.float32 and logits.is_contiguous() and T > 0 and 0 < topk <= E
-    assert score_function in ("sigmoid", "softmax") and routing_map_format == "bytemap" and qb_histogram is None
+    assert score_function in ("sigmoid", "softmax")
+    assert routing_map_format is RoutingMapFormat.BYTEMAP and qb_histogram is None
     assert topk_indices.shape == (T, topk) and topk_indices.dtype == torch.int64 and topk_indices.is_contiguous()
     if expert_bias is not None:
         assert score_function == "sigmoid" and expert_bias.dtype == torch.float32 and expert_bias.shape == (E,)
