@@ -345,5 +345,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        runtime.leave_process_group()

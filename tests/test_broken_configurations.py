@@ -30,6 +30,7 @@ from titan_moe import (
     pipeline_check,
     preflight,
     recompute_facts,
+    te_ep_check,
     titan02,
 )
 from titan_moe.config_file import LEAVES, SECTIONS
@@ -123,6 +124,7 @@ def from_torchtitan() -> Iterator[Case]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Written by hand: what must hold between keys, files and the command line
 
+TE_EP = 'moe.dispatcher = "te_ep"\nparallelism.expert_parallel_degree = 2'
 CASES = [
     # degrees and batch
     case("parallelism.data_parallel_replicate_degree = 4", world=6),
@@ -200,6 +202,11 @@ CASES = [
     case('[activation_checkpoint]\nmode = "none"\nrecompute = ["norms", "swiglu"]\n[compile]\nenable = true'),
     # the MoE region
     case('moe.dispatcher = "te_ep"'),
+    case(f'{TE_EP}\ntraining.mixed_precision_param = "float32"\nmoe.capacity_factor = 1.25', world=2),
+    case(f"{TE_EP}\nmodel.dim = 260\nmodel.top_k = 33\nmodel.num_experts = 66", world=2),
+    case(f"{TE_EP}\ntraining.local_batch_size = 9", world=2),
+    case(f"{TE_EP}\ntraining.seq_len = 16384\ntraining.local_batch_size = 1\nmodel.max_seq_len = 16384", world=2),
+    case(f"{TE_EP}\nparallelism.pipeline_parallel_degree = 2\n[training]\nlocal_batch_size = 2049", world=4),
     case('moe.experts = "te"'),
     case('moe.experts = "te_fused"'),
     case('moe.dispatcher = "local"\nparallelism.expert_parallel_degree = 2', world=2),
@@ -355,7 +362,8 @@ def test_every_message_of_a_check_has_a_case() -> None:
     """Each text in the checks that reads like a message, as a pattern, is found among the golden messages."""
     given = GOLDEN.read_text(encoding="utf-8")
     missing = []
-    for module in (config_check, flavors, launch, mesh_check, mixture_check, pipeline_check, recompute_facts):
+    modules = (config_check, flavors, launch, mesh_check, mixture_check, pipeline_check, recompute_facts, te_ep_check)
+    for module in modules:
         path = Path(module.__file__ or "")
         for line, pattern in templates(ast.parse(path.read_text(encoding="utf-8"))):
             if not re.search(pattern, given):

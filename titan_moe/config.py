@@ -115,7 +115,8 @@ class Model:
 class MoE:
     dispatcher: Literal["auto", "local", "alltoall", "dedup", "te_ep", "deepep", "hybridep"] = "auto"
     """How tokens reach their experts: "alltoall" sends a copy per expert, "dedup" one per rank; "local" for one
-    expert-parallel rank; "te_ep" is not built in yet; "deepep" and "hybridep": these libraries' kernels, in bfloat16"""
+    expert-parallel rank; "te_ep": Transformer Engine's NCCL EP, in bfloat16 on Hopper and newer GPUs, at most 8,192
+    tokens per rank and microbatch; "deepep" and "hybridep": these libraries' kernels, in bfloat16"""
 
     experts: Literal["auto", "loop", "grouped_mm", "te", "te_fused"] = "auto"
     """What computes the experts; "loop" is slow and readable, and takes any number type; "grouped_mm" is torch's, "te"

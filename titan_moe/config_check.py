@@ -17,6 +17,7 @@ from titan_moe import (
     moe_check,
     pipeline_check,
     recompute_facts,
+    te_ep_check,
     te_router_check,
     titan_dispatchers_check,
 )
@@ -103,6 +104,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += moe_check.check(config)
     found += titan_dispatchers_check.check(config, flavor)
     found += te_router_check.check(config, flavor)
+    found += te_ep_check.check(config, world_size, flavor, unsound)
     found += _recompute(config)
     found += _lengths(config, flavor.max_seq_len)
     return found

@@ -21,7 +21,7 @@ from titan_moe.preflight import data_problems
 
 NEEDS_GPU = {
     "checkpoint.async_mode": ("async_with_pinned_mem",),
-    "moe.dispatcher": ("deepep", "hybridep"),
+    "moe.dispatcher": ("te_ep", "deepep", "hybridep"),
     "moe.experts": ("te",),
     "moe.router": ("te",),
 }

@@ -49,6 +49,7 @@ from titan_moe.config_check import model_flavor, sequences_per_step
 from titan_moe.mesh_check import region_tokens
 from titan_moe.moe.layer import choose_experts, fuse
 from titan_moe.moe.names import FUSED, GATE, UP, split_w13
+from titan_moe.te_ep_check import in_flight
 
 # Rows drawn with one seed. A rank draws whole blocks, so a smaller one wastes less at the edge of its slice and a
 # larger one seeds less often; it is part of what the initial weights are, so it must never change.
@@ -176,6 +177,7 @@ def moe_settings(config: Config) -> dict[str, Any]:
     m, f = config.moe, model_flavor(config)
     dtype = getattr(torch, config.training.mixed_precision_param)
     experts, _ = choose_experts(m.experts, DEVICE_TYPE, dtype, f.dim, f.moe_hidden_dim)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     return {
         "dispatcher": m.dispatcher,
         "experts": experts,
@@ -186,10 +188,11 @@ def moe_settings(config: Config) -> dict[str, Any]:
         "recv_buffer": m.recv_buffer,
         "max_tokens": region_tokens(config),
         "router": m.router,
+        "in_flight": in_flight(config, world_size),
         "force_balance": m.force_balance,
         "sequence_loss_coeff": m.sequence_loss_coeff,
         "z_loss_coeff": m.z_loss_coeff,
-        "sequences_per_step": sequences_per_step(config, dist.get_world_size() if dist.is_initialized() else 1),
+        "sequences_per_step": sequences_per_step(config, world_size),
     }
 
 

@@ -4,7 +4,7 @@ from titan_moe.config import Config
 from titan_moe.config_print import literal
 from titan_moe.mesh_check import choices
 
-HERE_DISPATCHERS = ("auto", "local", "alltoall", "dedup", "deepep", "hybridep")
+HERE_DISPATCHERS = ("auto", "local", "alltoall", "dedup", "te_ep", "deepep", "hybridep")
 HERE_EXPERTS = ("auto", "loop", "grouped_mm", "te")
 """Backends of the MoE region that exist; the schema also knows the names of those to come"""
 
@@ -22,7 +22,7 @@ def check(config: Config) -> list[str]:
             f'moe.dispatcher = "local": keeps every token on its rank, but parallelism.expert_parallel_degree = {ep} '
             'spreads the experts over as many; choose "auto", "alltoall" or "dedup", or expert_parallel_degree = 1'
         )
-    if moe.dispatcher in ("alltoall", "dedup", "deepep", "hybridep") and ep == 1:
+    if moe.dispatcher in ("alltoall", "dedup", "te_ep", "deepep", "hybridep") and ep == 1:
         found.append(
             f'moe.dispatcher = "{moe.dispatcher}": exchanges tokens between ranks, but expert_parallel_degree = 1; '
             'choose "auto" or "local", or a higher expert_parallel_degree'

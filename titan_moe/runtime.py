@@ -83,6 +83,15 @@ def init_process_group(config: Config, run_folder: Path) -> torch.device:
     return device
 
 
+def leave_process_group() -> None:
+    """The reverse of `init_process_group`; harmless without a group."""
+    from titan_moe.moe import te_ep_ops
+
+    if dist.is_initialized():
+        te_ep_ops.finalize()  # it has borrowed a communicator of the group's
+        dist.destroy_process_group()
+
+
 def on_rank_0(function: Callable[[], T]) -> T:
     """What `function` returns on rank 0, on every rank; or its ValueError, on every rank."""
     outcome: list[Any] = [None]

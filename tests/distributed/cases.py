@@ -11,6 +11,7 @@ EP2 = "--parallelism.expert_parallel_degree=2"
 EP4 = "--parallelism.expert_parallel_degree=4"
 NONE, SELECTIVE, FULL = (f"--activation_checkpoint.mode={mode}" for mode in ("none", "selective", "full"))
 ALLTOALL, DEDUP, LOOP = "--moe.dispatcher=alltoall", "--moe.dispatcher=dedup", "--moe.experts=loop"
+BF16 = "--training.mixed_precision_param=bfloat16"
 LOSSES = ["--moe.sequence_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"]  # large, to be seen in fp32
 TP2, CP2 = "--parallelism.tensor_parallel_degree=2", "--parallelism.context_parallel_degree=2"
 PP2, SCHEDULE = "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule"
@@ -34,6 +35,8 @@ TWO_EXPERTS = [
 SEED_ONLY = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 # The schedule must not follow training.steps where runs of different lengths are compared.
 SCHEDULE_100 = "--lr_scheduler.total_steps=100"
+# Over doubles of Transformer Engine; in bf16, which NCCL EP is limited to and a CPU is slow in.
+TE = [BF16, "--moe.dispatcher=te_ep", "--moe.experts=te", "--training.steps=3", SCHEDULE_100]
 
 
 SLOW: dict[int, set[str]] = {
@@ -44,7 +47,7 @@ SLOW: dict[int, set[str]] = {
     },
     4: {
         *("fsdp4", "fsdp4_ep2_no_bias", "hsdp2x2", "fsdp2_cp2", "hsdp2_tp2", "hsdp2_cp2", "hsdp2_pp2", "pp2_tp2"),
-        *("pp2_ep2", "fsdp2_pp2", "then_pp2_ep2", "then_tp2_ep2", "then_hsdp2"),
+        *("pp2_ep2_bf16", "pp2_te_ep", "pp2_ep2", "fsdp2_pp2", "then_pp2_ep2", "then_tp2_ep2", "then_hsdp2"),
     },
 }
 """By number of ranks, cases that the default tests leave out: what they combine is there singly, or in others"""
@@ -85,8 +88,8 @@ def cases_of_1(out: Path) -> dict[str, Case]:
         "one_rank_drops": ["--moe.capacity_factor=1.0", "--training.steps=2"],
         "one_rank_seed": SEED_ONLY,
         "golden": ["--training.steps=10"],
-        "repeat": ["--training.mixed_precision_param=bfloat16"],
-        "repeat_again": ["--training.mixed_precision_param=bfloat16"],
+        "repeat": [BF16],
+        "repeat_again": [BF16],
         "uninterrupted": ["--training.steps=6", SCHEDULE_100],
         "saved": ["--training.steps=3", "--checkpoint.enable", SCHEDULE_100],
         "extended": ["--training.steps=3", *finished],
@@ -133,7 +136,9 @@ def cases_of_2(out: Path) -> dict[str, Case]:
             out,
             {"then_tp2": [TP2], "then_pp2": pipeline("ZBVZeroBubble"), "then_cp2_ep2": [CP2, EP2]},
         ),
-        "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, "--training.mixed_precision_param=bfloat16"],
+        "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, BF16],
+        "te_ep": [EP2, *TE, SELECTIVE],
+        "te_ep_static": [EP2, *TE, FULL, "--moe.recv_buffer=1.0"],
     }
     few_labels = Case([EP2], few_labels=True)
     overflow = Case([EP2, MTP1, FULL, "--moe.recv_buffer=1.4"], overflow=True)
@@ -161,6 +166,8 @@ def cases_of_4(out: Path) -> dict[str, Case]:
         "pp2_tp2": [PP2, TP2],
         "pp2_cp2_ep2": [*pipeline("ZBVZeroBubble"), CP2, EP2],
         "pp2_cp2_ep2_factor": [*pipeline("ZBVZeroBubble"), CP2, EP2, FULL, "--moe.recv_buffer=1"],
+        "pp2_ep2_bf16": [*pipeline("ZBVZeroBubble"), EP2, BF16, "--training.steps=3", SCHEDULE_100],
+        "pp2_te_ep": [*pipeline("ZBVZeroBubble"), EP2, *TE, FULL, "--moe.redispatch"],
         **chain(
             out.parent / "1" / "saved" / "checkpoint" / "step-3",
             out,

@@ -27,7 +27,9 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from titan_moe.moe import experts, static
+from tests import te_doubles
+from tests.distributed import te_ep_checks
+from titan_moe.moe import experts, static, te_ep_ops
 from titan_moe.moe.dispatch import PAYLOAD_OPS, PLAN_OPS, make_dispatcher
 
 NAN = float("nan")
@@ -86,7 +88,7 @@ def cases(world_size: int) -> list[Case]:
             replace(case, check="needs_no_other_gradient"),
             replace(case, check="repeats_bitwise", tokens=(64, 50, 64, 3)),
         ]
-    return found + fixed(both)
+    return found + fixed(both) + te_ep_checks.cases(Case("te_ep", world_size, width=8))
 
 
 def fixed(both: list[Case]) -> list[Case]:
@@ -131,16 +133,22 @@ def one_or_two_on_each(tokens: int) -> Tensor:
 
 
 class Rank:
-    """One rank of one case: everybody's inputs, its own as leaves, and the oracle."""
+    """One rank of one case: everybody's inputs, its own as leaves, and the oracle.
+
+    te_ep moves bfloat16 alone. Where float64 is asked for, which is to be exact, it gets bfloat16 and small whole
+    numbers instead, with powers of two for weights: sums of their products are exact too.
+    """
 
     def __init__(self, case: Case, group: dist.ProcessGroup, dtype=torch.float64) -> None:
         self.case, self.group, self.me = case, group, group.rank()
         E, K, D = case.experts, case.top_k, case.width
         self.e = E // case.ranks
         generator = torch.Generator().manual_seed(7)
+        self.whole_numbers = case.dispatcher == "te_ep" and dtype == torch.float64
+        dtype = torch.bfloat16 if self.whole_numbers else dtype
 
         def randn(*shape):
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+            return self.randn(*shape, generator=generator)
 
         self.all_ids, self.all_x, self.all_w, self.all_grad = [], [], [], []
         for T in case.tokens[: case.ranks]:
@@ -148,26 +156,36 @@ class Rank:
             ids_TK = torch.rand(T, among, generator=generator).topk(K, dim=-1).indices
             self.all_ids.append(one_or_two_on_each(T) if case.routing == "both_ranks" else ids_TK)
             self.all_x.append(randn(T, D).to(dtype))
-            self.all_w.append(torch.rand(T, K, generator=generator, dtype=torch.float64).add(0.1))
+            w = torch.rand(T, K, generator=generator, dtype=torch.float64).add(0.1)
+            self.all_w.append(w.log2().round().exp2() if self.whole_numbers else w)
             self.all_grad.append(randn(T, D))
         self.map_EDD = randn(E, D, D)
         self.ids = self.all_ids[self.me]
         weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.x = self.all_x[self.me].clone().requires_grad_()
         self.w = self.all_w[self.me].clone().to(weight_dtype).requires_grad_()
-        self.map_eDD = self.map_EDD[self.me * self.e :][: self.e].to(dtype).requires_grad_()
-        self.dispatcher = make_dispatcher(
-            case.dispatcher,
-            num_experts=E,
-            top_k=K,
-            alignment=case.alignment,
-            capacity_factor=case.factor,
-            drop_policy=case.policy,
-            ep_group=None if case.dispatcher == "local" else group,
-            recv_buffer=case.buffer,
-            max_tokens=max(1, *case.tokens),
+        self.map_eDD = self.map_EDD[self.me * self.e :][: self.e].clone().requires_grad_()
+        self.dispatcher = self.make_dispatcher()
+
+    def randn(self, *shape, generator) -> Tensor:
+        drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return drawn.round().clamp(-1, 1) if self.whole_numbers else drawn
+
+    def make_dispatcher(self, **changes):
+        case = self.case
+        arguments = {
+            "num_experts": case.experts,
+            "top_k": case.top_k,
+            "alignment": case.alignment,
+            "capacity_factor": case.factor,
+            "drop_policy": case.policy,
+            "ep_group": None if case.dispatcher == "local" else self.group,
+            "recv_buffer": case.buffer,
+            "max_tokens": max(1, *case.tokens),
+            **({"dim": case.width} if case.dispatcher == "te_ep" else {}),
             **({} if case.per_node is None else {"ranks_per_node": case.per_node}),
-        )
+        }
+        return make_dispatcher(case.dispatcher, **(arguments | changes))
 
     def kept(self, rank: int) -> list[tuple[int, int]]:
         """The (token, k) pairs of a rank that are not dropped, by loops."""
@@ -202,8 +220,7 @@ class Rank:
         if self.case.buffer != "exact":
             assert received.x_RD.shape[0] == self.dispatcher.fixed_rows()
         elif self.case.dispatcher != "local":
-            assert received.x_RD.shape[0] == sum(padded)
-        assert received.x_RD.shape[0] <= self.dispatcher.max_rows(max(self.case.tokens))
+            assert received.x_RD.shape[0] == sum(padded) <= self.dispatcher.max_rows(max(self.case.tokens))
         real = torch.zeros(received.x_RD.shape[0], dtype=torch.bool)
         start = 0
         for n, rows in zip(counts, padded):
@@ -221,8 +238,10 @@ class Rank:
             weight_R.register_hook(lambda grad: torch.where(real_R, grad, NAN))
         expert_R = torch.repeat_interleave(received.counts_e)
         expert_R = torch.cat([expert_R, expert_R.new_zeros(real_R.shape[0] - expert_R.shape[0])])
-        y_RD = torch.einsum("rd,rdf->rf", torch.where(real_R[:, None], x_RD, 0), self.map_eDD[expert_R])
-        return torch.where(real_R[:, None], y_RD * weight_R[:, None].to(y_RD.dtype), NAN)
+        map_RDD = self.map_eDD[expert_R].to(x_RD.dtype)
+        y_RD = torch.einsum("rd,rdf->rf", torch.where(real_R[:, None], x_RD, 0), map_RDD)
+        weight_R = torch.where(real_R, weight_R, 0).to(y_RD.dtype)
+        return torch.where(real_R[:, None], y_RD * weight_R[:, None], NAN)
 
     def forward(self, x=None, w=None):
         x, w = self.x if x is None else x, self.w if w is None else w
@@ -250,12 +269,12 @@ class Rank:
 def equals_a_loop(case: Case, group) -> None:
     rank = Rank(case, group)
     out, plan = rank.forward()
-    out.backward(rank.all_grad[rank.me])
+    out.backward(rank.all_grad[rank.me].to(out.dtype))
     outs, x_grads, w_grads, map_grad = rank.loop()
     close = {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(out.detach(), outs[rank.me].detach(), **close)
-    torch.testing.assert_close(rank.x.grad, x_grads[rank.me], **close)
-    torch.testing.assert_close(rank.w.grad, w_grads[rank.me], **close)
+    torch.testing.assert_close(out.detach().double(), outs[rank.me].detach(), **close)
+    torch.testing.assert_close(rank.x.grad.double(), x_grads[rank.me], **close)
+    torch.testing.assert_close(rank.w.grad.double(), w_grads[rank.me], **close)
     torch.testing.assert_close(rank.map_eDD.grad, map_grad[rank.me * rank.e :][: rank.e], **close)
     assert (plan.overflow is not None) == rank.dispatcher.can_overflow
     assert plan.overflow is None or not plan.overflow
@@ -274,9 +293,9 @@ def is_transposed(case: Case, group) -> None:
     plan = rank.dispatcher.plan(rank.ids)
     received = rank.dispatcher.dispatch(rank.x.detach(), rank.w.detach(), plan)
     real_R = rank.check_slabs(received)
-    y_RD = torch.randn(received.x_RD.shape, generator=torch.Generator().manual_seed(rank.me), dtype=torch.float64)
+    y_RD = rank.randn(*received.x_RD.shape, generator=torch.Generator().manual_seed(rank.me)).to(rank.x.dtype)
     combined = rank.dispatcher.combine(torch.where(real_R[:, None], y_RD, NAN), received.state)
-    sides = torch.stack([(received.x_RD * y_RD)[real_R].sum(), (rank.x.detach() * combined).sum()])
+    sides = torch.stack([(received.x_RD * y_RD)[real_R].double().sum(), (rank.x.detach() * combined).double().sum()])
     dist.all_reduce(sides, group=group)
     torch.testing.assert_close(sides[0], sides[1], rtol=0, atol=1e-11)
 
@@ -294,7 +313,7 @@ def rounds_once(case: Case, group) -> None:
     exact, scale = copies.sum(1), copies.abs().sum(1)
     if case.dispatcher == "alltoall":
         assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * scale).all()  # half a unit of bf16
-    roundings = {"alltoall": 1, "dedup": 2 if case.per_node is None else 3}[case.dispatcher]
+    roundings = {"alltoall": 1, "dedup": 2 if case.per_node is None else 3, "te_ep": 2}[case.dispatcher]
     assert ((out.double() - exact).abs() <= roundings * 2**-8 * scale * 1.01).all()
 
 
@@ -314,7 +333,8 @@ def recorded():
 
     dist.all_to_all_single, dist.all_gather_single = recording, recording_gather
     try:
-        yield calls
+        with te_ep_checks.recorded(calls):
+            yield calls
     finally:
         dist.all_to_all_single, dist.all_gather_single = exchange, gather
 
@@ -401,7 +421,7 @@ def recomputes_without_planning(case: Case, group) -> None:
                 out = checkpoint(region, rank.x, rank.w, use_reentrant=False, context_fn=contexts)
             forward = sorted(calls)
             calls.clear()
-            out.backward(rank.all_grad[rank.me])
+            out.backward(rank.all_grad[rank.me].to(out.dtype))
             backward = sorted(calls)
         return [rank.x.grad, rank.w.grad, rank.map_eDD.grad], forward, backward
 
@@ -423,17 +443,18 @@ def needs_no_other_gradient(case: Case, group) -> None:
     rank = Rank(case, group)
     plan = rank.dispatcher.plan(rank.ids)
     received = rank.dispatcher.dispatch(rank.x, rank.w, plan)
+    real_R = rank.check_slabs(received)
     out = rank.dispatcher.combine(received.x_RD, received.state)
     (grad,) = torch.autograd.grad(out.sum(), [rank.x], retain_graph=True)
     torch.testing.assert_close(grad, torch.full_like(grad, case.top_k))
-    (grad,) = torch.autograd.grad(received.weight_R.sum(), [rank.w])
+    (grad,) = torch.autograd.grad(received.weight_R[real_R].sum(), [rank.w])
     torch.testing.assert_close(grad, torch.ones_like(grad))
     for x, w in ((rank.x, rank.w.detach()), (rank.x.detach(), rank.w)):
         received = rank.dispatcher.dispatch(x, w, plan)
-        y_RD = received.x_RD * received.weight_R[:, None]
+        y_RD = received.x_RD * received.weight_R[:, None].to(x.dtype)
         rank.dispatcher.combine(y_RD, received.state).sum().backward()
-    torch.testing.assert_close(rank.x.grad, rank.w.detach().sum(1, keepdim=True).expand_as(rank.x))
-    torch.testing.assert_close(rank.w.grad, rank.x.detach().sum(1, keepdim=True).expand_as(rank.w))
+    torch.testing.assert_close(rank.x.grad, rank.w.detach().sum(1, keepdim=True).expand_as(rank.x).to(rank.x.dtype))
+    torch.testing.assert_close(rank.w.grad, rank.x.detach().sum(1, keepdim=True).expand_as(rank.w).to(rank.w.dtype))
 
 
 def equals_exact(case: Case, group) -> None:
@@ -565,6 +586,7 @@ def repeats_bitwise(case: Case, group) -> None:
 
 
 def main(out: Path) -> None:
+    te_doubles.install()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = {}
@@ -578,9 +600,13 @@ def main(out: Path) -> None:
     for case in cases(world):
         error = None
         try:
-            globals()[case.check](case, groups[case.ranks])
+            if hasattr(te_ep_checks, case.check):
+                getattr(te_ep_checks, case.check)(Rank(case, groups[case.ranks]))
+            else:
+                globals()[case.check](case, groups[case.ranks])
         except Exception:  # a rank that waits in vain for this one is freed by the timeout above
             error = f"rank {rank}: {traceback.format_exc()}"
+        te_ep_ops.finalize()  # the next case has other sizes
         everywhere: list = [None] * world
         dist.all_gather_object(everywhere, error)
         assert case.name not in errors, f"two cases are called {case.name}"

@@ -32,6 +32,8 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
+from tests import te_doubles
+from titan_moe import runtime
 from titan_moe.moe import experts
 from titan_moe.moe.layer import FusedMoE, moe_layers
 from titan_moe.moe.names import to_stock_names
@@ -49,6 +51,7 @@ class Recorder:
         self.gemms: Counter[str] = Counter()  # backward nodes of expert GEMMs that ran
         self.passes: Counter[int] = Counter()  # forward and backward of a whole step, by step
         self.validations = 0
+        self.kernels: Counter[str] = Counter()  # calls of NCCL EP's doubles
 
     def record_gradients(self) -> None:
         assert self.run is not None
@@ -101,10 +104,10 @@ class Recorder:
         pieces = ids_BLK.chunk(2 * ranks, dim=1)  # of rank 0: first, last; of rank 1: second, second to last; ...
         return torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim=1)
 
-    def gemms_of_all_ranks(self) -> Counter[str]:
+    def of_all_ranks(self, counts: Counter[str]) -> list[Counter[str]]:
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self.gemms)
-        return sum(found, Counter())
+        dist.all_gather_object(found, counts)
+        return found
 
     def expert_shards(self) -> list[list[int]]:
         """Shape of what each rank holds of layer 1's w1 and w3; empty for a rank of another pipeline stage."""
@@ -205,6 +208,8 @@ def load(path: str) -> ModuleType:
 
 
 def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool, overflow: bool) -> None:
+    if any(word.endswith(("=te_ep", "=te", "=te_fused")) for word in argv):
+        te_doubles.install()
     recorder = Recorder()
     direct: list[tuple[int, float, int]] = []
     build, train_step = train.build, train.train_step
@@ -237,7 +242,9 @@ def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool,
         if recorder.gradients is not None:
             return train_step(*args, **kwargs)
         with CountCollectives(recorder.collectives):
-            return train_step(*args, **kwargs)
+            done = train_step(*args, **kwargs)
+        recorder.kernels.update(te_doubles.kernel_calls())
+        return done
 
     def counting_forward_backward(run, *args):
         recorder.passes[run.progress.step] += 1
@@ -278,10 +285,11 @@ def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool,
         folder.mkdir(exist_ok=True)  # a case may train in another's run folder
         (folder / f"passes-{dist.get_rank()}.json").write_text(json.dumps(passes))
         routing, shards = recorder.routing_by_global_sample(), recorder.expert_shards()
-        gemms = recorder.gemms_of_all_ranks()
+        gemms, kernels = recorder.of_all_ranks(recorder.gemms), recorder.of_all_ranks(recorder.kernels)
         if dist.get_rank() == 0:
             step1 = {"gradients": recorder.gradients, "routing": routing, "collectives": dict(recorder.collectives)}
-            step1 |= {"expert_gemms": dict(gemms), "load_without_content": recorder.load_without_content}
+            step1 |= {"expert_gemms": dict(sum(gemms, Counter())), "kernels": [dict(counts) for counts in kernels]}
+            step1 |= {"load_without_content": recorder.load_without_content}
             torch.save({**step1, "expert_shards": shards}, folder / "step1.pt")
 
 
@@ -294,7 +302,7 @@ if __name__ == "__main__":
         if child == 0:
             try:
                 run_case(load(path), argv, out / name, few_labels, overflow)
-                dist.destroy_process_group()
+                runtime.leave_process_group()
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)

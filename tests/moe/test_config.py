@@ -38,7 +38,6 @@ def problems(*arguments: str, world: int = 4) -> str:
         ),
         (["--moe.sequence_loss_coeff=-1"], ["moe.sequence_loss_coeff = -1.0: must be at least 0"]),
         (["--moe.force_balance=round_robin"], []),
-        (["--moe.dispatcher=te_ep"], ['moe.dispatcher = "te_ep": is not built in yet; available: auto, local']),
         (["--moe.experts=te"], []),
         (
             ["--moe.experts=te_fused"],

@@ -62,13 +62,14 @@ class Hop:
 
 @dataclass
 class Plan:
-    """Where every copy goes. Made by `Dispatcher.plan`; only the first four and `overflow` are for others
-    to read.
+    """Where every copy goes. Made by `Dispatcher.plan`; these fields are for others to read.
 
     counts_E: int64 [E], how many of this rank's copies the router gave each expert, dropped ones included.
     padded_counts_e: int64 [e], slab sizes on this rank, multiples of the alignment.
     dropped: int64 scalar, copies of this rank dropped by the capacity; 0 without one.
     kept_TK: bool [T, K], or None when nothing can be dropped.
+    tokens: T.
+    overflow: bool scalar on the device, rows are missing; None where that cannot be.
     """
 
     counts_E: Tensor
@@ -76,10 +77,16 @@ class Plan:
     dropped: Tensor
     kept_TK: Tensor | None
     tokens: int
+    overflow: Tensor | None = field(default=None, kw_only=True)
+
+
+@dataclass
+class RowPlan(Plan):
+    """The plan of the portable dispatchers: row by row, and in as many exchanges as it takes."""
+
     rows: RowMap  # from the rows that arrive (without hops: the tokens) to the slabs
     copies: CopyMap  # the same for routing weights
     hops: list[Hop] = field(default_factory=list)
-    overflow: Tensor | None = None  # bool scalar on the device: rows are missing; None where that cannot be
 
 
 @dataclass
@@ -208,6 +215,7 @@ class Dispatcher:
 
     def dispatch(self, x_TD: Tensor, topk_weights_TK: Tensor, plan: Plan) -> Received:
         """Move the rows x_TD, of any float dtype, and the routing weights to the experts. Differentiable in both."""
+        assert isinstance(plan, RowPlan)
         rows, weights = x_TD, topk_weights_TK.reshape(-1)
         if weights.dtype != torch.float64:
             weights = weights.float()
@@ -220,6 +228,7 @@ class Dispatcher:
 
     def combine(self, y_RD: Tensor, state: Plan) -> Tensor:
         """The sum of each token's copies, [T, D], in the dtype of y_RD. Differentiable."""
+        assert isinstance(state, RowPlan)
         held = [state.tokens, *(sum(hop.row_splits[0]) + 1 for hop in state.hops)]  # see exchange.py about the 1
         rows = sum_rows(y_RD, state.rows, held[-1], zero_fill=not state.hops)
         for hop, inputs in zip(reversed(state.hops), reversed(held[:-1])):

@@ -1,5 +1,6 @@
 """Dispatchers by name, and `local`, the one for a single expert-parallel rank. What a dispatcher promises is in
-contract.py; the ones that exchange rows are in alltoall.py, dedup.py and, on libraries, titan_dispatchers.py.
+contract.py; the ones that exchange rows are in alltoall.py, dedup.py and, on libraries, te_ep.py and
+titan_dispatchers.py.
 
 Locally, dispatch is a gather: row r of the slabs copies token `source_R[r]`. What takes care is to do without the host.
 The number of padded rows depends on the routing, so the buffer has the most rows that any routing of T tokens needs,
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from titan_moe.moe import layout
 from titan_moe.moe.alltoall import AllToAllDispatcher
-from titan_moe.moe.contract import DROP_POLICIES, Dispatcher, Plan, Received
+from titan_moe.moe.contract import DROP_POLICIES, Dispatcher, Plan, Received, RowPlan
 from titan_moe.moe.dedup import DedupDispatcher
-from titan_moe.moe.exchange import PAYLOAD_OPS
 from titan_moe.moe.rows import CopyMap, RowMap, gather
+from titan_moe.moe.te_ep import TEEPDispatcher
 from titan_moe.moe.titan_dispatchers import DeepEPDispatcher, HybridEPDispatcher
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "DROP_POLICIES",
     "PAYLOAD_OPS",
     "PLAN_OPS",
+    "RECEIVE_OPS",
     "Dispatcher",
     "LocalDispatcher",
     "Plan",
@@ -42,7 +44,7 @@ class LocalDispatcher(Dispatcher):
     name = "local"
     sync_free = True
 
-    def _plan(self, topk_ids_TK: Tensor, topk_weights_TK: Tensor | None) -> Plan:
+    def _plan(self, topk_ids_TK: Tensor, topk_weights_TK: Tensor | None) -> RowPlan:
         T, K = topk_ids_TK.shape
         capacity, rows = self.capacity(T), self.max_rows(T)
         tensors = plan_local(topk_ids_TK, topk_weights_TK, self.num_experts, self.alignment, capacity, rows)
@@ -50,9 +52,10 @@ class LocalDispatcher(Dispatcher):
         if capacity is None:
             kept_TK, copies, offsets = None, row_N, torch.arange(0, T * K, K, device=row_N.device)
         # Copy n is of token n // K; N, which stands for none, becomes T, which does so too.
-        return Plan(load_E, padded_E, dropped, kept_TK, T, RowMap(copy_R // K, copies, offsets), CopyMap(copy_R, row_N))
+        rows_map, copies_map = RowMap(copy_R // K, copies, offsets), CopyMap(copy_R, row_N)
+        return RowPlan(load_E, padded_E, dropped, kept_TK, T, rows_map, copies_map)
 
-    def regather(self, x_TD: Tensor, plan: Plan) -> Tensor:
+    def regather(self, x_TD: Tensor, plan: RowPlan) -> Tensor:
         """x_RD of `dispatch` again, not differentiable: copying is cheaper than keeping K times the rows for
         backward."""
         return gather(x_TD, plan.rows.source_R, zero_fill=True)
@@ -89,16 +92,26 @@ def _plan_local(ids_TK, weights_TK, num_experts, alignment, capacity, rows):
     return [own.load_E, padded_E, dropped, copy_R, row_N, kept_TK.clone(), copies.clone(), offsets.clone()]
 
 
-# What activation checkpointing keeps so that recompute does not plan again. With PAYLOAD_OPS too it sends nothing.
-PLAN_OPS = tuple(
-    getattr(torch.ops.titan_moe, f"plan_{name}").default
-    for name in ("local", "alltoall", "dedup", "alltoall_fixed", "dedup_fixed", "deepep")
-)
-
 DISPATCHERS: dict[str, type[Dispatcher]] = {
     dispatcher.name: dispatcher
-    for dispatcher in (LocalDispatcher, AllToAllDispatcher, DedupDispatcher, DeepEPDispatcher, HybridEPDispatcher)
+    for dispatcher in (
+        LocalDispatcher,
+        AllToAllDispatcher,
+        DedupDispatcher,
+        TEEPDispatcher,
+        DeepEPDispatcher,
+        HybridEPDispatcher,
+    )
 }
+
+# What activation checkpointing keeps so that recompute does not plan again. With RECEIVE_OPS too it sends no token to
+# its experts again; all that send are PAYLOAD_OPS.
+PLAN_OPS = tuple(
+    getattr(torch.ops.titan_moe, f"plan_{name}").default
+    for name in ("local", "alltoall", "dedup", "alltoall_fixed", "dedup_fixed", "te_ep", "deepep")
+)
+RECEIVE_OPS = (torch.ops.titan_moe.dispatch_rows.default, torch.ops.titan_moe.te_ep_dispatch.default)
+PAYLOAD_OPS = (*RECEIVE_OPS, torch.ops.titan_moe.combine_rows.default, torch.ops.titan_moe.te_ep_combine.default)
 
 
 def make_dispatcher(name: str, **arguments: Any) -> Dispatcher:

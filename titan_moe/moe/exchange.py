@@ -3,8 +3,8 @@
 Two ops do all the moving: `titan_moe::dispatch_rows` takes rows and their routing weights to other ranks,
 `titan_moe::combine_rows` takes rows back. Backward of each is the same op with the splits swapped. They are
 `torch.library` ops, not bare collectives inside an autograd Function, because selective checkpointing saves by op: with
-`PAYLOAD_OPS` in its save set recompute finds the received rows and sends nothing; with only `PLAN_OPS` it sends the
-rows again but does not plan again.
+`PAYLOAD_OPS` of dispatch.py in its save set recompute finds the received rows and sends nothing; with only `PLAN_OPS`
+it sends the rows again but does not plan again.
 
 The zero row. A receiver's slabs have padding rows, which must be zero. So an exchange may leave room for one row more
 than it receives, the last, and zero it: then the slabs are filled by one gather in which padding copies the last row.
@@ -117,5 +117,3 @@ def _combine_backward(ctx, grad):
 
 
 _combine_rows.register_autograd(_combine_backward, setup_context=_combine_setup)
-
-PAYLOAD_OPS = (torch.ops.titan_moe.dispatch_rows.default, torch.ops.titan_moe.combine_rows.default)

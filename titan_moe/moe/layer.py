@@ -100,6 +100,7 @@ class FusedRoutedExperts(RoutedExperts):
         drop_policy: str = "probs"
         recv_buffer: str | float = "exact"
         max_tokens: int | None = None
+        in_flight: int = 1
 
     def __init__(self, config: Config):
         super(RoutedExperts, self).__init__()
@@ -113,7 +114,8 @@ class FusedRoutedExperts(RoutedExperts):
         name, _ = choose_dispatcher(self.config.dispatcher, 1 if ep_group is None else ep_group.size())
         if name != "local" and ep_group is None:
             return None  # until `parallelize` brings the ranks
-        sizes = {"dim": self.config.inner_experts.dim} if name in ("deepep", "hybridep") else {}
+        sizes = {"dim": self.config.inner_experts.dim} if name in ("te_ep", "deepep", "hybridep") else {}
+        sizes |= {"in_flight": self.config.in_flight} if name == "te_ep" else {}
         return make_dispatcher(
             name,
             num_experts=self.config.token_dispatcher.num_experts,
@@ -289,6 +291,7 @@ def fuse(
     drop_policy: str = "probs",
     recv_buffer: str | float = "exact",
     max_tokens: int | None = None,
+    in_flight: int = 1,
     force_balance: str = "none",
     sequence_loss_coeff: float = 0.0,
     z_loss_coeff: float = 0.0,
@@ -296,8 +299,9 @@ def fuse(
     router: str = "torch",
 ) -> FusedMoE.Config:
     """A stock MoE config, sharding set or not, as one of ours. `sequences_per_step` is over all ranks and microbatches
-    of an optimizer step; only the auxiliary losses need it. `max_tokens` is of one rank and microbatch; only a
-    `recv_buffer` other than "exact", deepep and hybridep need it."""
+    of an optimizer step; only the auxiliary losses need it. `max_tokens` is of one rank and microbatch; only te_ep,
+    deepep, hybridep and a `recv_buffer` other than "exact" need it. `in_flight`, for te_ep: microbatches that may wait
+    for their backward."""
     routed, chooser = config.routed_experts, config.router
     inner = routed.inner_experts
     if type(inner) is not GroupedExperts.Config:
@@ -323,6 +327,7 @@ def fuse(
         drop_policy=drop_policy,
         recv_buffer=recv_buffer,
         max_tokens=max_tokens,
+        in_flight=in_flight,
     )
     gate = derive(chooser.gate, RouterGate.Config, z_loss_coeff=z_loss_coeff, sequences_per_step=sequences_per_step)
     return derive(

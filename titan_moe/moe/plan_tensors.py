@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from titan_moe.moe import layout
-from titan_moe.moe.contract import Hop, Plan
+from titan_moe.moe.contract import Hop, RowPlan
 from titan_moe.moe.rows import CopyMap, RowMap
 
 TOLD = 4
@@ -46,11 +46,11 @@ def pack(own: layout.Copies, ids_TK: Tensor, padded_e: Tensor, told: Tensor, map
     return tensors
 
 
-def unpack(tensors: list[Tensor], tokens: int, sizes: list[Sizes], empty_slots: bool = False) -> Plan:
+def unpack(tensors: list[Tensor], tokens: int, sizes: list[Sizes], empty_slots: bool = False) -> RowPlan:
     """The plan that `pack` took apart, with its sizes; without what it was told."""
     load_E, padded_e, dropped, kept_TK, _, *rest = tensors
     maps = [(RowMap(*rest[i : i + 3]), CopyMap(*rest[i + 3 : i + 5])) for i in range(0, len(rest), 5)]
-    return Plan(
+    return RowPlan(
         load_E,
         padded_e,
         dropped,
@@ -61,7 +61,7 @@ def unpack(tensors: list[Tensor], tokens: int, sizes: list[Sizes], empty_slots: 
     )
 
 
-def unpack_exact(tensors: list[Tensor], tokens: int, ranks: int, hops: int) -> Plan:
+def unpack_exact(tensors: list[Tensor], tokens: int, ranks: int, hops: int) -> RowPlan:
     """A plan with exact sizes. They are on the host already: reading them is not another sync."""
     return unpack(tensors, tokens, read_sizes(tensors[TOLD], ranks, hops)[0])
 
