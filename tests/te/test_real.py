@@ -10,6 +10,7 @@ import ast
 import contextlib
 import importlib.util
 import inspect
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.distributed.harness import torchrun
 from tests.moe.test_experts import TOLERANCE, assert_close, oracle, problem
+from tests.te.ep_worker import after
 from tests.te.signatures import REPO, Sources, te_sources, uses
 from tests.te.test_signatures import DOUBLES, EXTENSION, doubled, our_files
 from titan_moe.moe import te
@@ -176,8 +179,9 @@ def test_host_splits_through_tes_python(tex):
     """Forward, dgrad and wgrad against a loop over rows, an expert without rows among them."""
     from transformer_engine.pytorch.cpp_extensions import gemm
 
+    name = "te_general_grouped_gemm"
     with (
-        mock.patch.object(tex, "te_general_grouped_gemm", side_effect=te_general_grouped_gemm) as compiled,
+        mock.patch.object(tex, name, side_effect=after(getattr(tex, name), te_general_grouped_gemm)) as compiled,
         mock.patch.object(gemm, "get_sm_count", return_value=132),
         mock.patch.object(gemm, "get_cublas_workspace", return_value=[torch.empty(1, dtype=torch.uint8)]),
         mock.patch.object(gemm, "_empty_tensor", side_effect=torch.Tensor),
@@ -215,7 +219,9 @@ def test_the_double_of_device_splits_reads_tes_own_tensors(tex):
     name = "general_grouped_gemm_for_grouped_tensor"
     with (
         mock.patch.object(gemm, name, getattr(doubled_gemm, name)),
-        mock.patch.object(tex, "splits_to_offsets_multi", doubled_tex.splits_to_offsets_multi),
+        mock.patch.object(
+            tex, "splits_to_offsets_multi", after(tex.splits_to_offsets_multi, doubled_tex.splits_to_offsets_multi)
+        ),
     ):
         tensors = problem(COUNTS, torch.bfloat16, tail=16)
         D, F = tensors[3].shape[1:]
@@ -248,3 +254,17 @@ def test_device_splits_pass_tes_python(tex, capability):
         assert splits.dgrad(y_RF, w_EFD).shape == x_RD.shape and splits.wgrad(y_RF, x_RD).shape == w_EFD.shape
     transposed = [call.args[1:4:2] for call in compiled.call_args_list]
     assert transposed == [(True, False), (False, False), (False, True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Expert parallelism over gloo
+
+
+def test_te_ep_between_ranks_over_tes_own_python(tmp_path):
+    """See ep_worker.py: what passes over the double of ep.py passes over ep.py."""
+    out = tmp_path / "errors.json"
+    finished = torchrun(2, "tests/te/ep_worker.py", str(out))
+    assert finished.returncode == 0, f"{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}"
+    errors = json.loads(out.read_text())
+    assert errors
+    assert {name: found for name, found in errors.items() if found} == {}

@@ -39,9 +39,9 @@ def calls_of_te(te) -> dict[str, list[Use]]:
 
 @cache
 def our_files() -> list[Path]:
-    """Our files that name TE. Other tests call doubles, some of them wrongly, to see that refused."""
-    folders = [REPO / folder for folder in ("titan_moe", "scripts", "benchmarks", "tests/te", "tests/gpu")]
-    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    """Our files that call TE. Other tests call doubles, some of them wrongly, to see that refused, or replace parts."""
+    patterns = ("titan_moe/**/*.py", "scripts/*.py", "benchmarks/*.py", "tests/gpu/*.py", "tests/te/test_*.py")
+    files = [path for pattern in patterns for path in sorted(REPO.glob(pattern))]
     return [path for path in files if any(package in path.read_text() for package in PACKAGES)]
 
 

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# usage: scripts/gpu_check.sh REPORT.md
+#
+# Runs the tests that need GPUs, and times experts and dispatchers on the GPUs of this machine; the tables go to REPORT.md
+# too. Under 5 minutes, after the set-up, which builds Transformer Engine once (20 minutes on two cores).
+set -euo pipefail
+
+[[ $# -eq 1 ]] || { sed -n '2s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+report=$(realpath -m "$1")
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$("${PYTHON:-python3}" scripts/setup_env.py --dev)
+gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
+((gpus > 0)) || { echo "torch sees no CUDA GPU on this machine: nothing to check" >&2; exit 2; }
+
+status=0
+"$python" -m pytest -m gpu || status=1
+{
+    echo "# $gpus GPUs: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | sort -u)"
+    "$python" -c "import torch; from titan_moe.moe import te; print(f'torch {torch.__version__}, {te.facts()}')"
+    "$python" benchmarks/gpu_experts.py
+    if ((gpus > 1)); then
+        "$python" -m torch.distributed.run --standalone --nproc_per_node="$gpus" benchmarks/gpu_dispatch.py
+    fi
+} | tee "$report"
+exit $status
