@@ -3,6 +3,7 @@
 The doubles hold every call to the rules of NCCL EP, on all ranks, and leave NaN where it leaves anything.
 """
 
+import os
 import re
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from tests.sync_free import sync_free
-from titan_moe.moe import te_ep_ops
+from titan_moe.moe import te, te_ep_ops
 
 # What each call of the extension is, in the words of `dispatch_worker.recorded`.
 KERNELS = {
@@ -107,8 +108,9 @@ def keeps_microbatches_apart(rank) -> None:
 
 
 def serves_one_kind_of_layer(rank) -> None:
-    """Another one is refused with both; the same one is not."""
+    """Another one is refused with both; the same one is not. And NCCL EP knows the compiler that was found."""
     rank.dispatcher.plan(rank.ids)
+    assert os.environ["NCCL_EP_JIT_NVCC"] == te.facts().nvcc
     rank.make_dispatcher().plan(rank.ids)
     other = rank.make_dispatcher(top_k=1)
     _raises(ValueError, "top_k = 3.*a layer wants.*top_k = 1", lambda: other.plan(rank.ids[:, :1].contiguous()))

@@ -19,6 +19,7 @@ Shape letters: T tokens of this rank, D model width, K top-k, E experts, e exper
 """
 
 import itertools
+import os
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.moe import layout
+from titan_moe.moe import layout, te
 from titan_moe.moe.plan_tensors import refuse_fake
 
 
@@ -91,6 +92,8 @@ def bootstrap(signature: Signature, group: ProcessGroup) -> None:
         )
     from transformer_engine.pytorch.ep import ep_bootstrap
 
+    if compiler := te.facts().nvcc:  # it may be where NCCL EP would not look
+        os.environ.setdefault("NCCL_EP_JIT_NVCC", compiler)
     ep_bootstrap(
         group,
         signature.num_experts,
