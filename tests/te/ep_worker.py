@@ -53,7 +53,7 @@ def after(compiled: Callable, double: Callable) -> Callable:
 
 
 def pretend_a_gpu() -> None:
-    """For TE's ep.py alone, but for the two of torch's functions that say so."""
+    """As far as TE's ep.py asks for one. This process does nothing else."""
     from transformer_engine.pytorch import ep
 
     barrier, empty = dist.barrier, torch.empty

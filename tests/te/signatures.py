@@ -125,9 +125,8 @@ class Sources:
         """Names that a class defines or that its methods set on an object, `__slots__` included."""
         found = self.find(name)
         assert isinstance(found, ast.ClassDef), name
-        names = {
-            node.attr for node in ast.walk(found) if isinstance(node, ast.Attribute) and type(node.ctx) is ast.Store
-        }
+        nodes = [node for node in ast.walk(found) if isinstance(node, ast.Attribute)]
+        names = {node.attr for node in nodes if isinstance(node.ctx, ast.Store)}
         for node in found.body:
             target = node.target if isinstance(node, ast.AnnAssign) else None
             names |= {target.id} if isinstance(target, ast.Name) else set()
