@@ -24,7 +24,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model
+from torchtitan.models.deepseek_v3 import MTPDecoder
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 
@@ -56,7 +56,7 @@ class Run:
     device: torch.device
     parallel_dims: ParallelDims
     microbatches: int
-    model_parts: list[DeepSeekV3Model]  # this rank's pipeline stages; one, the whole model, without a pipeline
+    model_parts: list[MTPDecoder]  # this rank's pipeline stages; one, the whole model, without a pipeline
     pipeline: Pipeline | None
     loss_fn: Loss
     replay: Replay

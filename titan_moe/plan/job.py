@@ -184,7 +184,7 @@ def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Preci
     ac = config.activation_checkpoint
     return Job(
         model=model,
-        model_name=f"deepseek_v3 {config.model.flavor}",
+        model_name=f"{config.model.name} {config.model.flavor}",
         hardware=hardware,
         gpus=gpus,
         precision=precision,
