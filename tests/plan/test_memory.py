@@ -170,6 +170,8 @@ CASE += ["--metrics.no_enable_tensorboard", "--training.local_batch_size=2", "--
 CASES = {
     "selective": ["--activation_checkpoint.mode=selective", "--loss.num_chunks=4"],
     "ep": ["--activation_checkpoint.mode=none", "--parallelism.expert_parallel_degree=2"],
+    "gqa": ["--model.name=qwen3", "--activation_checkpoint.mode=none", "--loss.num_chunks=4"],
+    "gqa_selective": ["--model.name=mixtral", "--activation_checkpoint.mode=selective"],
     "ep_full": ["--activation_checkpoint.mode=full", "--parallelism.expert_parallel_degree=2"],
 }
 
