@@ -260,7 +260,7 @@ def forward_backward(run: Run, microbatches: list[Batch], valid_tokens: torch.Te
             return {"loss": run.pipeline.step([inputs_of(run, batch) for batch in microbatches], valid_tokens)}
     parts: dict[str, torch.Tensor] = {}
     for i, batch in enumerate(microbatches, start=1):
-        parallel.gradient_sync(run.model_parts[0], enabled=i == len(microbatches))  # only the last reduces over ranks
+        parallel.gradient_sync(run.model_parts[0], run.config, last=i == len(microbatches))
         with run.spmd_context():
             loss, more = forward(run, batch, valid_tokens)
             loss.backward()

@@ -336,6 +336,10 @@ class Parallelism:
     fsdp_prefetch_layers: int = 1
     """Layers whose parameters are gathered ahead of the one that computes; each costs the memory of a whole layer"""
 
+    fsdp_reduce_every_microbatch: bool = False
+    """With gradient accumulation, reduce the gradients of each microbatch rather than keep those of the whole model,
+    unsharded and in fp32, until the last one: much less memory, more traffic. Not in a pipeline, which reduces once"""
+
     expert_parallel_degree: int = 1
     """Ranks that the experts are spread over; they are taken from the shard, context and tensor ranks"""
 

@@ -90,11 +90,15 @@ def compile_layers(model: MTPDecoder, backend: str) -> None:
             part.compile(backend=backend)
 
 
-def gradient_sync(model: MTPDecoder, enabled: bool) -> None:
-    """From now on backward reduces gradients over the data-parallel ranks only if `enabled`; otherwise each rank adds
-    up its own, unsharded and in the reduction's dtype, until a backward with it enabled reduces the sum."""
+def gradient_sync(model: MTPDecoder, config: Config, *, last: bool) -> None:
+    """What the next backward does with its gradients; `last`: it is the step's last microbatch.
+
+    The last reduces over all data-parallel ranks. Before it each rank adds up its own gradients, unsharded and in the
+    reduction's dtype; or they are reduced to the shards there too, and only summed over replicas (HSDP) in the end.
+    """
     assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(enabled)
+    model.set_requires_gradient_sync(last or config.parallelism.fsdp_reduce_every_microbatch)
+    model.set_requires_all_reduce(last)
 
 
 def total_and_active_parameters(model: nn.Module, top_k: int, num_experts: int) -> tuple[int, int]:

@@ -26,6 +26,7 @@ PIPELINES = {
 }
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 MTP1, MTP2 = "--model.num_mtp_layers=1", "--model.num_mtp_layers=2"
+REDUCE_EVERY = "--parallelism.fsdp_reduce_every_microbatch"
 HSDP2 = "--parallelism.data_parallel_replicate_degree=2"
 # With two experts on four ranks FSDP has no whole expert left to hand out, so it cuts them along F, as at 1,024 GPUs.
 TWO_EXPERTS = [
@@ -108,6 +109,7 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "fsdp2_no_bias": [BIAS_OFF, "--loss.num_chunks=1", "--parallelism.fsdp_reshard_after_forward=always"],
         "fsdp2_ep2": [EP2],
         "fsdp2_ep2_no_bias": [EP2, BIAS_OFF],
+        "fsdp2_ep2_reduce_every": [EP2, REDUCE_EVERY],
         "fsdp2_ep2_full": [EP2, FULL],
         "fsdp2_ep2_selective": [EP2, SELECTIVE, "--moe.weighting=late"],
         "fsdp2_ep2_alltoall": [EP2, ALLTOALL, LOOP],
@@ -157,6 +159,7 @@ def cases_of_4(out: Path) -> dict[str, Case]:
         "ep4_nodes_full": [EP4, DEDUP, "--moe.ranks_per_node=2", FULL],
         "ep2_two_experts": [EP2, *TWO_EXPERTS],
         "hsdp2x2": [HSDP2],
+        "hsdp2x2_reduce_every": [HSDP2, REDUCE_EVERY, "--training.local_batch_size=1"],
         "fsdp2_tp2_ep2": [TP2, EP2],
         "tp2_cp2_ep4": [TP2, CP2, EP4],
         "tp2_cp2_ep4_qwen3": [TP2, CP2, EP4, *QWEN3],

@@ -150,6 +150,14 @@ def test_accumulation_keeps_whole_gradients_with_fsdp():
     assert more["activations"] == groups["activations"] and two.allocated > one.allocated + 3.8 * whole
 
 
+def test_reducing_every_microbatch_keeps_only_shards():
+    job = megatron(ep=64, sharding="fsdp", param_dtype="float32", global_batch_size=512)
+    reduced = predict_memory(replace(job, reduce_every_microbatch=True)).by_group()
+    (shards,) = (entry.size for entry in states(job, rank=0) if entry.group == "gradients")
+    one = predict_memory(replace(job, global_batch_size=256)).by_group()
+    assert {**one, "gradients": shards} == reduced, "as without accumulation, and the shards of the microbatch before"
+
+
 @pytest.mark.parametrize("part", ["mla_up_proj", "swiglu", "norms", "shared_expert"])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_recompute_saves_what_the_start_up_report_says(part: str, kind: parameters.Kind):
