@@ -330,9 +330,8 @@ def main(argv: list[str]) -> None:
     init_logger()
     if os.environ["RANK"] != "0" and os.environ["LOCAL_RANK"] not in os.environ.get("LOG_RANK", "").split(","):
         logger.setLevel("WARNING")  # the console belongs to rank 0 and to ranks that were asked for; others only warn
-    config = config_file.load(argv)
-    accelerator = runtime.DEVICE_TYPE != "cpu"
-    config_file.raise_on_problems(config, int(os.environ["WORLD_SIZE"]), accelerator=accelerator)
+    config = config_file.load(argv, world_size := int(os.environ["WORLD_SIZE"]))
+    config_file.raise_on_problems(config, world_size, accelerator=runtime.DEVICE_TYPE != "cpu")
     run = build(config)
     try:
         train(run)

@@ -30,6 +30,10 @@ class Model:
     """Model size; the fields below replace single numbers of it. "debugmodel", and of deepseek_v3 "16B", "236B" and
     "671B", of qwen3 "30B-A3B" and "235B-A22B", of mixtral "8x7B" and "8x22B\""""
 
+    scale_down: bool = False
+    """Train the configuration's twin: the same structure with few and narrow layers, laid out for the processes there
+    are, on a CPU in seconds (titan_moe/scale_down.py has the rule). What the command line sets stays"""
+
     hf_assets_path: str = ""
     """Folder that holds a tokenizer.json, or that file; empty: the built-in byte-level tokenizer"""
 
