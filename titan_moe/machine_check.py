@@ -73,7 +73,9 @@ def _available_bytes() -> int | None:
     limits = [int(found[1]) * 1024]
     group = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # no limit ("max"), or no such file
-        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+        limits.append(limit - used + (int(cache[1]) if cache else 0))  # files that were read can be forgotten
     return max(min(limits), 0)
 
 
