@@ -198,9 +198,7 @@ CASES = [
     case("[parallelism]\npipeline_parallel_degree = 2\nfsdp_reduce_every_microbatch = true", world=2),
     # recompute
     case('activation_checkpoint.recompute = ["norms"]'),
-    case(
-        'model.name = "qwen3"\nactivation_checkpoint.mode = "none"\nactivation_checkpoint.recompute = ["mla_up_proj"]'
-    ),
+    case('model.name = "qwen3"\n[activation_checkpoint]\nmode = "none"\nrecompute = ["mla_up_proj"]'),
     case('[activation_checkpoint]\nmode = "none"\nrecompute = ["norms", "swiglu"]\n[compile]\nenable = true'),
     # the MoE region
     case('moe.dispatcher = "te_ep"'),

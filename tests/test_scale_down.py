@@ -80,4 +80,4 @@ def test_backends_of_gpus_give_way():
 
 def test_a_flavor_of_another_family_is_named_not_scaled():
     loaded = config_file.read([FILES[-1], "--model.scale_down", "--model.flavor=671B"])
-    assert "is no size of model.name" in loaded.problems[0]
+    assert "is no size of model.name" in check(loaded.config, 1)[0]

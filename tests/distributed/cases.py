@@ -49,6 +49,7 @@ SLOW: dict[int, set[str]] = {
     4: {
         *("fsdp4", "fsdp4_ep2_no_bias", "hsdp2x2", "fsdp2_cp2", "hsdp2_tp2", "hsdp2_cp2", "hsdp2_pp2", "pp2_tp2"),
         *("pp2_ep2", "fsdp2_pp2", "then_pp2_ep2", "then_tp2_ep2", "then_hsdp2"),
+        *("tp2_cp2_ep4_qwen3", "hsdp2x2_reduce_every"),
     },
 }
 """By number of ranks, cases that the default tests leave out: what they combine is there singly, or in others"""
