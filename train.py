@@ -101,6 +101,7 @@ def build(config: Config) -> Run:
     model_parts, pipeline = parallel.parallelize(model, config, parallel_dims, device)
 
     # 6) memory and initial weights
+    startup.require_memory(config, device)
     for part in model_parts:
         part.to_empty(device=device)
         init_weights(part, config.debug.seed)

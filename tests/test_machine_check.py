@@ -6,10 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+
+import titan_moe.runtime  # noqa: F401
 
 import pytest
+import torch
 
-from titan_moe import config_file, launch, machine_check
+from titan_moe import config_file, launch, machine_check, startup
 from titan_moe.config import Config
 from titan_moe.machine_check import GIB, Machine, needed_bytes, refusal, this_machine, warning
 
@@ -103,6 +107,18 @@ def test_gpus_are_asked_and_the_smallest_decides(eight_h100, capsys, monkeypatch
     shown = capsys.readouterr().err
     assert "8 processes on NVIDIA H100 80GB HBM3 with 39.1 GiB; each needs" in shown
     assert "./data/tokens" not in shown, "what this machine lacks besides is not the point"
+
+
+def test_a_gpu_that_others_use_is_refused_before_anything_is_allocated(monkeypatch):
+    left = 100 * GIB
+    gpu = SimpleNamespace(mem_get_info=lambda device: (left, 141 * GIB), get_device_name=lambda device: "NVIDIA H200")
+    monkeypatch.setattr(startup, "DEVICE_TYPE", "cuda")
+    monkeypatch.setattr(startup.torch, "get_device_module", lambda device: gpu)
+    monkeypatch.setattr(startup.dist, "get_world_size", lambda: 8)
+    startup.require_memory(load(SMALL), torch.device("cuda:3"))
+    left = 20 * GIB
+    with pytest.raises(ValueError, match=r"^cuda:3, NVIDIA H200, has 20.0 GiB left, .* need 5\d\.\d GiB of it; end"):
+        startup.require_memory(load(SMALL), torch.device("cuda:3"))
 
 
 def test_a_driver_that_does_not_answer_stops_nobody(tmp_path, monkeypatch):

@@ -119,13 +119,29 @@ def refusal(config: Config, name: str, world_size: int, machine: Machine | None,
         if machine is None:
             return None
         needed = needed_bytes(config, world_size, machine)
-        if needed <= PREDICTION_TOO_HIGH * machine.memory:
+        if _fits(needed, machine):
             return None
         wrong = f"does not fit into the memory of {_processes(world_size)} here"
         needs = f"{needed / GIB:,.1f} GiB"
     here = machine.name if machine else "unknown memory"
     lines = [f"{name}: {wrong}", "", *_plan(config), f"Here     {_processes(world_size)} on {here}; each needs {needs}"]
     return "\n".join([*lines, "", *_remedies(config, name)])
+
+
+def occupied(config: Config, world_size: int, machine: Machine) -> str | None:
+    """Why a GPU that has only `machine.memory` left cannot take its part of the run, which `refusal` let pass."""
+    needed = needed_bytes(config, world_size, machine)
+    if _fits(needed, machine):
+        return None
+    return (
+        f"{machine.name} has {machine.memory / GIB:,.1f} GiB left, but the planner expects this run to need "
+        f"{needed / GIB:,.1f} GiB of it; end what else runs there, or lower training.local_batch_size, or recompute "
+        "more ([activation_checkpoint])"
+    )
+
+
+def _fits(needed: float, machine: Machine) -> bool:
+    return needed <= PREDICTION_TOO_HIGH * machine.memory
 
 
 def warning(config: Config, world_size: int, machine: Machine | None) -> str | None:

@@ -11,8 +11,8 @@ in the structure or in the layout shows there first. The rule, for every file:
 - Degrees above 1 become 2 while the processes last, in the order of DEGREES; data-parallel ranks shard the rest, and
   experts are spread over as many of these as before at most. Schedule, recompute and FSDP's policies stay.
 - Two microbatches per step where the file sets a global batch; in a pipeline two for each stage.
-- Sequences of 64 tokens, 20 steps, fp32, nothing compiled, bytes as tokens, Python's own sources as data. Backends that
-  need a GPU give way to "auto".
+- Sequences of 64 tokens, 20 steps, fp32, nothing compiled, bytes as tokens, Python's own sources as data, the debug
+  model's learning rate, which narrow layers bear. Backends that need a GPU give way to "auto".
 
 What the command line sets stays as it is set there. Imports no torch.
 """
@@ -41,6 +41,7 @@ SHORT: dict[str, Any] = {
     "training.mixture": [],
     "training.dataloader.num_shards": 64,
     "model.hf_assets_path": "",
+    "optimizer.lr": 3e-3,
     "lr_scheduler.total_steps": None,
     "compile.enable": False,
     "metrics.log_freq": 1,

@@ -30,7 +30,7 @@ def test_every_twin_trains_its_files_structure(twins):
     for name, outcome in outcomes.items():
         metrics, twin = outcome.metrics, trained(outcome)
         assert list(metrics) == [1, 2, 3], name
-        assert all(0 < record["loss"] < 20 and record["grad_norm"] > 0 for record in metrics.values()), name
+        assert metrics[3]["loss"] < metrics[1]["loss"] < 7 and metrics[1]["grad_norm"] > 0, name
         assert ("mtp_loss" in metrics[1]) == (twin.model.num_mtp_layers == 1), name
         file = config_file.load([str(REPO / "train_configs" / f"{name}.toml")])
         assert (twin.model.name, twin.model.flavor) == (file.model.name, file.model.flavor)
