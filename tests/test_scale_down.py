@@ -68,11 +68,12 @@ def test_the_command_line_counts_more_and_what_was_changed_says_why():
 
 def test_backends_of_gpus_give_way():
     config = Config()
-    config.moe = replace(config.moe, dispatcher="te_ep", experts="te", ranks_per_node=8)
+    config.moe = replace(config.moe, dispatcher="te_ep", experts="te", router="te", ranks_per_node=8)
     config.parallelism.expert_parallel_degree = 64
     config.model.flavor, config.checkpoint.async_mode = "671B", "async_with_pinned_mem"
     twin, _ = scale_down(config, 4)
-    assert (twin.moe.dispatcher, twin.moe.experts, twin.checkpoint.async_mode) == ("auto", "auto", "async")
+    assert (twin.moe.dispatcher, twin.moe.experts, twin.moe.router) == ("auto", "auto", "torch")
+    assert twin.checkpoint.async_mode == "async"
     config.moe.dispatcher = "dedup"
     assert [scale_down(config, n)[0].moe.dispatcher for n in (1, 4)] == ["auto", "dedup"]
     assert [scale_down(config, n)[0].moe.ranks_per_node for n in (1, 2, 4)] == [None, None, 2]

@@ -12,7 +12,7 @@ in the structure or in the layout shows there first. The rule, for every file:
   experts are spread over as many of these as before at most. Schedule, recompute and FSDP's policies stay.
 - Two microbatches per step where the file sets a global batch; in a pipeline two for each stage.
 - Sequences of 64 tokens, 20 steps, fp32, nothing compiled, bytes as tokens, Python's own sources as data, the debug
-  model's learning rate, which narrow layers bear. Backends that need a GPU give way to "auto".
+  model's learning rate, which narrow layers bear. Backends that need a GPU give way.
 
 What the command line sets stays as it is set there. Imports no torch.
 """
@@ -49,7 +49,12 @@ SHORT: dict[str, Any] = {
     "plan.hardware": "",
     "plan.gpus": None,
 }
-PORTABLE = {"moe.dispatcher": ("auto", "alltoall", "dedup"), "moe.experts": ("auto", "loop", "grouped_mm")}
+PORTABLE = {
+    "moe.dispatcher": ("auto", "alltoall", "dedup"),
+    "moe.experts": ("auto", "loop", "grouped_mm"),
+    "moe.router": ("torch",),
+}
+"""What needs no GPU; the first takes the place of what does"""
 
 
 def scale_down(config: Config, world_size: int, keep: Collection[str] = ()) -> tuple[Config, list[str]]:
@@ -120,7 +125,7 @@ def _experts(twin: Config, world_size: int) -> dict[str, Any]:
     ranks = shard * p.context_parallel_degree * p.tensor_parallel_degree
     ep = math.gcd(ranks, model_flavor(twin).num_experts, p.expert_parallel_degree)
     found: dict[str, Any] = {"parallelism.expert_parallel_degree": ep}
-    found |= {key: "auto" for key, names in PORTABLE.items() if attrgetter(key)(twin) not in names}
+    found |= {key: names[0] for key, names in PORTABLE.items() if attrgetter(key)(twin) not in names}
     if ep == 1:
         found["moe.dispatcher"] = "auto"
     if moe.ranks_per_node is not None:
