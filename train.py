@@ -24,7 +24,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model
+from torchtitan.models.deepseek_v3 import MTPDecoder
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 
@@ -56,7 +56,7 @@ class Run:
     device: torch.device
     parallel_dims: ParallelDims
     microbatches: int
-    model_parts: list[DeepSeekV3Model]  # this rank's pipeline stages; one, the whole model, without a pipeline
+    model_parts: list[MTPDecoder]  # this rank's pipeline stages; one, the whole model, without a pipeline
     pipeline: Pipeline | None
     loss_fn: Loss
     replay: Replay
@@ -101,6 +101,7 @@ def build(config: Config) -> Run:
     model_parts, pipeline = parallel.parallelize(model, config, parallel_dims, device)
 
     # 6) memory and initial weights
+    startup.require_memory(config, device)
     for part in model_parts:
         part.to_empty(device=device)
         init_weights(part, config.debug.seed)
@@ -260,7 +261,7 @@ def forward_backward(run: Run, microbatches: list[Batch], valid_tokens: torch.Te
             return {"loss": run.pipeline.step([inputs_of(run, batch) for batch in microbatches], valid_tokens)}
     parts: dict[str, torch.Tensor] = {}
     for i, batch in enumerate(microbatches, start=1):
-        parallel.gradient_sync(run.model_parts[0], enabled=i == len(microbatches))  # only the last reduces over ranks
+        parallel.gradient_sync(run.model_parts[0], run.config, last=i == len(microbatches))
         with run.spmd_context():
             loss, more = forward(run, batch, valid_tokens)
             loss.backward()
@@ -330,9 +331,8 @@ def main(argv: list[str]) -> None:
     init_logger()
     if os.environ["RANK"] != "0" and os.environ["LOCAL_RANK"] not in os.environ.get("LOG_RANK", "").split(","):
         logger.setLevel("WARNING")  # the console belongs to rank 0 and to ranks that were asked for; others only warn
-    config = config_file.load(argv)
-    accelerator = runtime.DEVICE_TYPE != "cpu"
-    config_file.raise_on_problems(config, int(os.environ["WORLD_SIZE"]), accelerator=accelerator)
+    config = config_file.load(argv, world_size := int(os.environ["WORLD_SIZE"]))
+    config_file.raise_on_problems(config, world_size, accelerator=runtime.DEVICE_TYPE != "cpu")
     run = build(config)
     try:
         train(run)

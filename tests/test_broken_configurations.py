@@ -197,8 +197,10 @@ CASES = [
         'fsdp_reshard_after_forward = "always"',
         world=2,
     ),
+    case("[parallelism]\npipeline_parallel_degree = 2\nfsdp_reduce_every_microbatch = true", world=2),
     # recompute
     case('activation_checkpoint.recompute = ["norms"]'),
+    case('model.name = "qwen3"\n[activation_checkpoint]\nmode = "none"\nrecompute = ["mla_up_proj"]'),
     case('[activation_checkpoint]\nmode = "none"\nrecompute = ["norms", "swiglu"]\n[compile]\nenable = true'),
     # the MoE region
     case('moe.dispatcher = "te_ep"'),
@@ -273,6 +275,11 @@ CASES = [
     case("model.num_expert_groups = 8"),
     case("model.num_limited_groups = 5"),
     case("model.top_k = 5"),
+    case('model.name = "qwen3"\nmodel.flavor = "671B"'),
+    case('[model]\nname = "mixtral"\nflavor = "16B"\nscale_down = true'),
+    case('[model]\nname = "qwen3"\nn_dense_layers = 1\nq_lora_rank = 32\nnum_mtp_layers = 1\nmscale = 0.7'),
+    case('[model]\nname = "mixtral"\nv_head_dim = 32\nnum_kv_heads = 3'),
+    case("model.num_kv_heads = 2"),
     # the environment
     Case(env={"NGPU": "two", "NNODES": "0"}),
     Case(env={"RUN_ID": "a/b"}),

@@ -7,10 +7,10 @@ import pytest
 
 from titan_moe.config import Config, Model
 from titan_moe.config_file import model_flavor
-from titan_moe.flavors import FLAVORS, PUBLISHED, Flavor, problems, resolve
+from titan_moe.flavors import FAMILIES, FLAVORS, PUBLISHED, Flavor, problems, resolve
 
-NOT_BUILT = ("attention", "num_kv_heads")
-"""Fields that only the planner's models use: MLA is the one attention that trains"""
+OF_THE_FAMILY = ("attention", "qk_norm")
+"""Fields that model.name decides"""
 
 
 def sizes_of(config: Any) -> dict[str, object]:
@@ -58,13 +58,13 @@ def test_sizes_are_those_of_torchtitan(name: str) -> None:
     sizes = sizes_of(model_registry(name).model)
     ours = asdict(FLAVORS[name])
     assert {field: ours.pop(field) for field in sizes} == sizes
-    assert set(ours) == {"num_mtp_layers", *NOT_BUILT}, "torchtitan's models have no multi-token prediction"
+    assert set(ours) == {"num_mtp_layers", "num_kv_heads", *OF_THE_FAMILY}, "torchtitan's models have none of these"
 
 
 def test_every_size_can_be_replaced_in_the_model_section() -> None:
     """[model] has an optional field for each of Flavor's, of the same type, and no other optional field."""
     model, flavor = get_type_hints(Model), get_type_hints(Flavor)
-    flavor = {name: hint for name, hint in flavor.items() if name not in NOT_BUILT}
+    flavor = {name: hint for name, hint in flavor.items() if name not in OF_THE_FAMILY}
     assert {name: hint for name, hint in model.items() if type(None) in get_args(hint)} == {
         name: hint | None for name, hint in flavor.items()
     }
@@ -72,10 +72,11 @@ def test_every_size_can_be_replaced_in_the_model_section() -> None:
 
 
 def test_every_flavor_can_be_chosen_and_is_sound() -> None:
-    assert set(get_args(get_type_hints(Model)["flavor"])) == set(FLAVORS)
-    for name, flavor in FLAVORS.items():
-        assert problems(flavor) == [] and resolve(name, {"dim": None}) == flavor
-    assert not PUBLISHED.keys() & set(FLAVORS), "what the planner alone knows cannot be chosen for training"
+    assert set(get_args(get_type_hints(Model)["flavor"])) == {name for names in FAMILIES.values() for name in names}
+    for family, names in FAMILIES.items():
+        for name, flavor in names.items():
+            assert problems(flavor) == [] and resolve(family, name, {"dim": None}) == flavor
+    assert not PUBLISHED.keys() & set(FLAVORS), "the names that published runs have cannot be chosen for training"
 
 
 def test_overrides_replace_single_sizes() -> None:
@@ -96,5 +97,5 @@ def test_overrides_replace_single_sizes() -> None:
     ],
 )
 def test_impossible_sizes_are_named(overrides: dict[str, object], expected: str) -> None:
-    (problem,) = problems(resolve("debugmodel", overrides))
+    (problem,) = problems(resolve("deepseek_v3", "debugmodel", overrides))
     assert expected in problem

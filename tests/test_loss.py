@@ -21,8 +21,9 @@ from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
 from titan_moe.attention import documents
 from titan_moe.config import Config
+from titan_moe.families import Model
 from titan_moe.loss import IGNORE_INDEX, Loss, build_loss
-from titan_moe.model import Model, build_model, init_weights
+from titan_moe.model import build_model, init_weights
 
 B, L, D, V = 2, 12, 8, 17
 

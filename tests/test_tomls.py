@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe import launch
+from scripts import config_table
+from titan_moe import config_file, launch
 from titan_moe.config_file import check, read
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +38,25 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_shipped_files_are_sound_and_nobody_has_to_be_told_anything(path: Path) -> None:
     loaded = read([str(path)])
     assert (loaded.problems, loaded.notes) == ([], [])
-    assert any(check(loaded.config, world) == [] for world in WORLDS), check(loaded.config, 1)
+    if loaded.config.plan.gpus is not None:
+        assert check(loaded.config, loaded.config.plan.gpus, accelerator=True) == []
+    else:
+        assert any(check(loaded.config, world) == [] for world in WORLDS), check(loaded.config, 1)
+
+
+def test_shipped_layouts_fit_their_hardware_with_a_margin_and_their_headers_are_current() -> None:
+    """A tenth is left for routing that is uneven. te_ep takes at most 8,192 tokens of a rank and microbatch, and TE
+    whole multiples of 4 experts: switching to them is no new layout."""
+    plans = config_table.planned()
+    assert {path.name for path in plans} == {path.name for path in SHIPPED} - {"debug_model.toml"}
+    for path, plan in plans.items():
+        job, memory = plan.job, plan.memory
+        assert memory.needed < 0.9 * memory.capacity, path
+        assert config_table.line(plan) in path.read_text(), f"{path}: python -m scripts.config_table"
+        if job.ep > 1:
+            assert job.ep <= job.hardware.nvlink_domain or config_file.load([str(path)]).moe.ranks_per_node, path
+            if job.model.attention == "mla":
+                assert job.tokens <= 8192 and job.model.num_experts // job.ep % 4 == 0, path
 
 
 def test_no_shipped_file_is_elsewhere() -> None:

@@ -9,10 +9,12 @@ short against the sequence the cost is linear in its length.
 With context parallelism a rank has a part of the queries and, gathered, all keys, both in the order of the ranks
 (inputs.py). Keys are put back in the text's order, in which a block's keys are a range.
 
-Shape letters: B batch, Q queries of this rank, L keys (the whole sequence), N heads, H head width.
+Shape letters: B batch, Q queries of this rank, L keys (the whole sequence), N heads (fewer of keys and values with
+grouped-query attention), H head width.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import titan_moe.runtime  # noqa: F401
@@ -72,17 +74,25 @@ class DenseAttention(Module):
         super().__init__()
 
     def forward(
-        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Documents, scale: float | None = None
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Documents,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> Tensor:
         start_BL, index_Q, order_L, mask_B1QL = attention_masks
         if order_L is not None:
             k_BLNH, v_BLNH = (rebuilt(("mla_up_proj",), torch.index_select, x, 1, order_L) for x in (k_BLNH, v_BLNH))
         v_width = v_BLNH.shape[-1]
-        if q_BLNH.shape[1] >= PAD_FROM_LENGTH:
+        if v_width < q_BLNH.shape[-1] and q_BLNH.shape[1] >= PAD_FROM_LENGTH:
             v_BLNH = rebuilt(("mla_up_proj",), F.pad, v_BLNH, (0, q_BLNH.shape[-1] - v_width))
         q_BNQH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
         if mask_B1QL is not None:
-            out_BNQH = F.scaled_dot_product_attention(q_BNQH, k_BNLH, v_BNLH, attn_mask=mask_B1QL, scale=scale)
+            out_BNQH = attend(q_BNQH, k_BNLH, v_BNLH, attn_mask=mask_B1QL)
             return out_BNQH[..., :v_width].transpose(1, 2)
         blocks = []
         for block in query_blocks(index_Q):
@@ -90,7 +100,7 @@ class DenseAttention(Module):
             first, end = int(start_BL[:, index_q[0]].min()), int(index_q[-1]) + 1
             mask_B1qk = mask(start_BL, index_q, torch.arange(first, end))
             q_BNqH, k_BNkH, v_BNkH = q_BNQH[:, :, block], k_BNLH[:, :, first:end], v_BNLH[:, :, first:end]
-            blocks.append(F.scaled_dot_product_attention(q_BNqH, k_BNkH, v_BNkH, attn_mask=mask_B1qk, scale=scale))
+            blocks.append(attend(q_BNqH, k_BNkH, v_BNkH, attn_mask=mask_B1qk))
         return torch.cat(blocks, dim=2)[..., :v_width].transpose(1, 2)
 
 

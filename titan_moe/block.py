@@ -115,15 +115,15 @@ class SharedExpert(SwiGLU):
 def mark(layer: TransformerBlock.Config) -> None:
     """Put these nodes in a block's config, multi-token prediction's included, sharding set or not."""
     attention = layer.attention
-    assert isinstance(attention, Attention.Config)
     layer.attention_norm = derive(layer.attention_norm, Norm.Config)
     layer.ffn_norm = derive(layer.ffn_norm, Norm.Config)
-    layer.attention = derive(
-        attention,
-        LatentAttention.Config,
-        q_norm=derive(attention.q_norm, Norm.Config),
-        kv_norm=derive(attention.kv_norm, Norm.Config),
-    )
+    if isinstance(attention, Attention.Config):  # grouped-query attention has no parts that are made again
+        layer.attention = derive(
+            attention,
+            LatentAttention.Config,
+            q_norm=derive(attention.q_norm, Norm.Config),
+            kv_norm=derive(attention.kv_norm, Norm.Config),
+        )
     if layer.feed_forward is not None:
         layer.feed_forward = derive(layer.feed_forward, SwiGLU.Config)
     if layer.moe is not None and layer.moe.shared_experts is not None:

@@ -9,7 +9,7 @@ planner and `--help` answer at once.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_moe.flavors import ScoreFunction
+from titan_moe.flavors import Family, ScoreFunction
 
 
 @dataclass(kw_only=True)
@@ -23,11 +23,16 @@ class Job:
 
 @dataclass(kw_only=True)
 class Model:
-    name: Literal["deepseek_v3"] = "deepseek_v3"
-    """Model family"""
+    name: Family = "deepseek_v3"
+    """Model family. "qwen3" and "mixtral" have grouped-query attention, and experts in every layer"""
 
-    flavor: Literal["debugmodel", "16B", "236B", "671B"] = "debugmodel"
-    """Model size; the fields below replace single numbers of it"""
+    flavor: Literal["debugmodel", "16B", "236B", "671B", "30B-A3B", "235B-A22B", "8x7B", "8x22B"] = "debugmodel"
+    """Model size; the fields below replace single numbers of it. "debugmodel", and of deepseek_v3 "16B", "236B" and
+    "671B", of qwen3 "30B-A3B" and "235B-A22B", of mixtral "8x7B" and "8x22B\""""
+
+    scale_down: bool = False
+    """Train the configuration's twin: the same structure with few and narrow layers, laid out for the processes there
+    are, on a CPU in seconds (titan_moe/scale_down.py has the rule). What the command line sets stays"""
 
     hf_assets_path: str = ""
     """Folder that holds a tokenizer.json, or that file; empty: the built-in byte-level tokenizer"""
@@ -57,7 +62,7 @@ class Model:
     """Width of the part of a query or key head without rotary positions"""
 
     qk_rope_head_dim: int | None = None
-    """Width of the part of a query or key head with rotary positions"""
+    """Width of the part of a query or key head with rotary positions: all of it with grouped-query attention"""
 
     v_head_dim: int | None = None
     """Width of a value head"""
@@ -109,6 +114,9 @@ class Model:
 
     num_mtp_layers: int | None = None
     """Multi-token prediction layers, each predicting one token further ahead (arXiv 2412.19437, 2.2)"""
+
+    num_kv_heads: int | None = None
+    """With grouped-query attention: heads of keys and values, which the query heads share"""
 
 
 @dataclass(kw_only=True)
@@ -332,6 +340,10 @@ class Parallelism:
 
     fsdp_prefetch_layers: int = 1
     """Layers whose parameters are gathered ahead of the one that computes; each costs the memory of a whole layer"""
+
+    fsdp_reduce_every_microbatch: bool = False
+    """With gradient accumulation, reduce the gradients of each microbatch rather than keep those of the whole model,
+    unsharded and in fp32, until the last one: much less memory, more traffic. Not in a pipeline, which reduces once"""
 
     expert_parallel_degree: int = 1
     """Ranks that the experts are spread over; they are taken from the shard, context and tensor ranks"""

@@ -94,7 +94,10 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     """Everything that does not fit together when `world_size` processes train `config`; empty when all does.
     `accelerator`: they are known to have one each."""
     numbers = _numbers(config)
-    flavor = model_flavor(config)
+    try:
+        flavor = model_flavor(config)
+    except ValueError as error:  # a flavor of another family: nothing can be calculated
+        return [*numbers.values(), str(error), *_files(config)]
     found = [*numbers.values(), *flavors.problems(flavor), *_files(config)]
     unsound = numbers.keys()  # one of them keeps only those checks from making sense that calculate with it
     found += mesh_check.check(config, world_size, flavor, unsound)
@@ -105,15 +108,16 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += titan_dispatchers_check.check(config, flavor)
     found += te_router_check.check(config, flavor)
     found += te_ep_check.check(config, world_size, flavor, unsound)
-    found += _recompute(config)
+    found += _recompute(config, flavor)
     found += _lengths(config, flavor.max_seq_len)
     return found
 
 
 def model_flavor(config: Config) -> flavors.Flavor:
-    """The model's sizes: those of model.flavor, with what the [model] section replaces."""
+    """The model's sizes: those of model.flavor, with what the [model] section replaces. Raises ValueError for a flavor
+    that model.name does not have."""
     sizes = {field.name: getattr(config.model, field.name, None) for field in fields(flavors.Flavor)}
-    return flavors.resolve(config.model.flavor, sizes)
+    return flavors.resolve(config.model.name, config.model.flavor, sizes)
 
 
 def _numbers(config: Config) -> dict[str, str]:
@@ -138,11 +142,10 @@ def _not_finite(section: Any, prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _recompute(config: Config) -> list[str]:
-    compiles = config.compile.enable and "model" in config.compile.components
-    problem = recompute_facts.problem(
-        config.activation_checkpoint.mode, config.activation_checkpoint.recompute, compiles
-    )
+def _recompute(config: Config, flavor: flavors.Flavor) -> list[str]:
+    compiles, chosen = config.compile.enable and "model" in config.compile.components, config.activation_checkpoint
+    problem = recompute_facts.problem(chosen.mode, chosen.recompute, compiles)
+    problem = problem or recompute_facts.absent(flavor, chosen.recompute)
     return [problem] if problem else []
 
 

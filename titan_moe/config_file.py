@@ -20,6 +20,7 @@ from titan_moe.config_check import check, model_flavor
 from titan_moe.config_keys import LEAVES, SECTIONS, build, converted, not_none, printable, shown, unknown, wrong
 from titan_moe.config_print import literal, to_toml
 from titan_moe.mistakes import ConfigError
+from titan_moe.scale_down import scale_down
 
 __all__ = [
     "LEAVES",
@@ -94,9 +95,9 @@ def mentioned(problem: str) -> list[str]:
     return list(dict.fromkeys(key for key in keys if key))
 
 
-def load(argv: list[str]) -> Config:
+def load(argv: list[str], world_size: int = 1) -> Config:
     """The configuration that `argv`, the words after `train.py`, asks for: `CONFIG.toml [--section.key=value ...]`."""
-    loaded = read(argv)
+    loaded = read(argv, world_size)
     if loaded.problems:
         raise ConfigError(loaded.file, loaded.problems)
     return loaded.config
@@ -108,8 +109,9 @@ def raise_on_problems(config: Config, world_size: int, *, accelerator: bool = Fa
         raise ConfigError(f"configuration for {world_size} processes", problems)
 
 
-def read(argv: list[str]) -> Loaded:
-    """As `load`, but with all that there is to say; raises only when `argv` names no file.
+def read(argv: list[str], world_size: int = 1) -> Loaded:
+    """As `load`, but with all that there is to say; raises only when `argv` names no file. `world_size`: of the
+    processes, which a twin is laid out for (scale_down.py).
 
     An override is `--section.key=value`, `--section.key value`, or for booleans `--section.key` (torchtitan's
     `--section.no_key` for false). The last one of a key counts, the command line counts more than the file, and the
@@ -125,8 +127,11 @@ def read(argv: list[str]) -> Loaded:
         if refusal := titan02.refusal(key, value):
             reading.problem(reading.origins[key], refusal, suspect=key)
     reading.dataset_or_mixture()
+    config = build(reading.values)
+    if config.model.scale_down and not reading.problems:
+        config = reading.twin(config, world_size)
     return Loaded(
-        config=build(reading.values),
+        config=config,
         file=file,
         origins=reading.origins,
         inner=reading.inner,
@@ -331,6 +336,16 @@ class _Reading:
             )
         else:
             del self.values[dataset], self.origins[dataset]
+
+    def twin(self, config: Config, world_size: int) -> Config:
+        """The twin of `config`; what it changes was set by model.scale_down, or is at its default there."""
+        origin = f"model.scale_down ({self.origins['model.scale_down']})"
+        try:
+            twin, changed = scale_down(config, world_size, {k for k, at in self.origins.items() if at == COMMAND_LINE})
+        except ValueError:  # a flavor of another family, which `check` is there to say
+            return config
+        self.origins |= dict.fromkeys(changed, origin)
+        return twin
 
     def unknown(self, place: str, key: str, is_table: bool = False) -> None:
         section_known = titan02.has_section(key.rpartition(".")[0])

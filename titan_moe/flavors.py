@@ -1,12 +1,16 @@
 """Model sizes as plain data, shared by `model.py` (which builds them) and the planner (which only counts).
 
-A flavor is one point in the space of DeepSeek-V3 models: multi-head latent attention (MLA) and a mixture of experts
-behind a few dense layers. The numbers of "16B", "236B" and "671B" are those of torchtitan 0.3.0 (a test compares them
-field by field); "debugmodel" is ours: the same structure as 671B (query low-rank projection, sigmoid scores with bias,
-expert groups, a dense first layer, a shared expert) at a size that a laptop CPU trains in a minute.
+A family (`model.name`) is a structure, a flavor (`model.flavor`) one point in it:
 
-`PUBLISHED` adds models whose published runs the planner is validated on, by the names those runs have. Some have
-grouped-query attention (GQA), which nothing here builds: `attention` and `num_kv_heads` only say how it counts.
+- deepseek_v3: multi-head latent attention (MLA); a mixture of experts with a shared one, behind a few dense layers. The
+  numbers of "16B", "236B" and "671B" are those of torchtitan 0.3.0; "debugmodel" is ours: the same structure as 671B
+  (query low-rank projection, sigmoid scores with bias, expert groups, a dense first layer, a shared expert) at a size
+  that a laptop CPU trains in a minute.
+- qwen3: grouped-query attention (GQA) with a norm on each query and key head; experts in every layer, softmax scores,
+  nothing shared.
+- mixtral: the same without these norms, with few and wide experts.
+
+Tests compare the big ones with torchtitan, field by field, and count their parameters.
 
 Imports neither torch nor torchtitan.
 """
@@ -16,11 +20,12 @@ from typing import Literal
 
 ScoreFunction = Literal["sigmoid", "softmax"]
 Attention = Literal["mla", "gqa"]
+Family = Literal["deepseek_v3", "qwen3", "mixtral"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flavor:
-    """Every size that fixes a DeepSeek-V3 model. Lengths are in elements, counts are per model or per layer."""
+    """Every size that fixes a model. Lengths are in elements, counts are per model or per layer."""
 
     vocab_size: int
     dim: int
@@ -50,6 +55,7 @@ class Flavor:
     num_mtp_layers: int = 0
     attention: Attention = "mla"
     num_kv_heads: int = 0  # of GQA; MLA expands its compressed keys and values to one per query head
+    qk_norm: bool = False  # of GQA
 
 
 FLAVORS: dict[str, Flavor] = {
@@ -149,13 +155,14 @@ FLAVORS: dict[str, Flavor] = {
 }
 
 
-def _gqa(*, head_dim: int, rope_theta: float, **sizes: int) -> Flavor:
+def _gqa(*, head_dim: int, qk_norm: bool, max_seq_len: int, rope_theta: float = 1e6, **sizes: int) -> Flavor:
     """A model of MoE layers only, with grouped-query attention (rotary over the whole head) and softmax routing."""
     no_mla = {"q_lora_rank": 0, "kv_lora_rank": 0, "qk_nope_head_dim": 0}
     no_dense = {"n_dense_layers": 0, "dense_hidden_dim": 0, "num_shared_experts": 0}
     return Flavor(
         **{**no_mla, **no_dense, **sizes},
         attention="gqa",
+        qk_norm=qk_norm,
         qk_rope_head_dim=head_dim,
         v_head_dim=head_dim,
         score_func="softmax",
@@ -166,82 +173,135 @@ def _gqa(*, head_dim: int, rope_theta: float, **sizes: int) -> Flavor:
         mscale=1.0,
         rope_theta=rope_theta,
         rope_factor=1.0,
+        max_seq_len=max_seq_len,
+        original_seq_len=max_seq_len,
     )
 
 
-PUBLISHED: dict[str, Flavor] = {
-    "DeepSeek-V3 671B": FLAVORS["671B"],
-    "Qwen3-235B-A22B": _gqa(
-        vocab_size=151936,
-        dim=4096,
-        n_layers=94,
-        n_heads=64,
-        num_kv_heads=4,
-        head_dim=128,
-        moe_hidden_dim=1536,
-        num_experts=128,
-        top_k=8,
-        rope_theta=1e6,
+# Sizes from the models' config.json on Hugging Face: Qwen/Qwen3-*, mistralai/Mixtral-*-v0.1.
+QWEN3: dict[str, Flavor] = {
+    "debugmodel": _gqa(
+        vocab_size=288,
+        dim=256,
+        n_layers=4,
+        n_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        qk_norm=True,
+        moe_hidden_dim=256,
+        num_experts=8,
+        top_k=3,
+        max_seq_len=4096,
     ),
-    "Qwen3-30B-A3B": _gqa(
+    "30B-A3B": _gqa(
         vocab_size=151936,
         dim=2048,
         n_layers=48,
         n_heads=32,
         num_kv_heads=4,
         head_dim=128,
+        qk_norm=True,
         moe_hidden_dim=768,
         num_experts=128,
         top_k=8,
-        rope_theta=1e6,
+        max_seq_len=40960,
     ),
-    "Mixtral-8x7B": _gqa(
+    "235B-A22B": _gqa(
+        vocab_size=151936,
+        dim=4096,
+        n_layers=94,
+        n_heads=64,
+        num_kv_heads=4,
+        head_dim=128,
+        qk_norm=True,
+        moe_hidden_dim=1536,
+        num_experts=128,
+        top_k=8,
+        max_seq_len=40960,
+    ),
+}
+
+MIXTRAL: dict[str, Flavor] = {
+    "debugmodel": _gqa(
+        vocab_size=288,
+        dim=256,
+        n_layers=4,
+        n_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        qk_norm=False,
+        moe_hidden_dim=768,
+        num_experts=4,
+        top_k=2,
+        max_seq_len=4096,
+    ),
+    "8x7B": _gqa(
         vocab_size=32000,
         dim=4096,
         n_layers=32,
         n_heads=32,
         num_kv_heads=8,
         head_dim=128,
+        qk_norm=False,
         moe_hidden_dim=14336,
         num_experts=8,
         top_k=2,
-        rope_theta=1e6,
+        max_seq_len=32768,
     ),
-    "Mixtral-8x22B": _gqa(
+    "8x22B": _gqa(
         vocab_size=32768,
         dim=6144,
         n_layers=56,
         n_heads=48,
         num_kv_heads=8,
         head_dim=128,
+        qk_norm=False,
         moe_hidden_dim=16384,
         num_experts=8,
         top_k=2,
-        rope_theta=1e6,
+        max_seq_len=65536,
     ),
 }
-"""Sizes from the models' config.json on Hugging Face (Qwen/Qwen3-*, mistralai/Mixtral-*-v0.1)"""
+
+FAMILIES: dict[Family, dict[str, Flavor]] = {"deepseek_v3": FLAVORS, "qwen3": QWEN3, "mixtral": MIXTRAL}
+
+PUBLISHED: dict[str, Flavor] = {
+    "DeepSeek-V3 671B": FLAVORS["671B"],
+    "Qwen3-235B-A22B": QWEN3["235B-A22B"],
+    "Qwen3-30B-A3B": QWEN3["30B-A3B"],
+    "Mixtral-8x7B": MIXTRAL["8x7B"],
+    "Mixtral-8x22B": MIXTRAL["8x22B"],
+}
+"""Models whose published runs the planner is validated on, by the names those runs have"""
 
 
-def resolve(name: str, overrides: dict[str, object]) -> Flavor:
-    """The flavor `name` with the fields in `overrides` that are not None replaced."""
-    return replace(FLAVORS[name], **{k: v for k, v in overrides.items() if v is not None})  # type: ignore[arg-type]
+def resolve(family: Family, name: str, overrides: dict[str, object]) -> Flavor:
+    """The family's flavor `name` with the fields in `overrides` that are not None replaced. Raises ValueError for a
+    flavor of another family."""
+    if name not in FAMILIES[family]:
+        raise ValueError(
+            f'model.flavor = "{name}": is no size of model.name = "{family}"; choose one of '
+            f"{', '.join(FAMILIES[family])}"
+        )
+    return replace(FAMILIES[family][name], **{k: v for k, v in overrides.items() if v is not None})  # type: ignore[arg-type]
+
+
+MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim")
+LAYER_SIZES = ("dense_hidden_dim", "num_shared_experts")
+"""What deepseek_v3 has at least one of, and the families with GQA none"""
 
 
 def problems(flavor: Flavor) -> list[str]:
     """What makes the flavor impossible to build, each with its arithmetic; empty when it is sound."""
-    f, found = flavor, []
-    for field in ("vocab_size", "dim", "n_layers", "n_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+    f, mla = flavor, flavor.attention == "mla"
+    found = []
+    for field in ("vocab_size", "dim", "n_layers", "n_heads", *(MLA_SIZES if mla else ()), "v_head_dim"):
         if getattr(f, field) < 1:
             found.append(f"model.{field} = {getattr(f, field)}: must be at least 1")
     if f.qk_rope_head_dim < 2 or f.qk_rope_head_dim % 2:
         found.append(f"model.qk_rope_head_dim = {f.qk_rope_head_dim}: rotary pairs need an even number, at least 2")
-    if not 0 <= f.n_dense_layers < max(f.n_layers, 1):
-        found.append(
-            f"model.n_dense_layers = {f.n_dense_layers}: must lie in 0 .. n_layers - 1 = {f.n_layers - 1} "
-            "(this trainer is for mixtures of experts: at least one layer must be one)"
-        )
-    for field in ("dense_hidden_dim", "moe_hidden_dim", "num_experts", "num_shared_experts", "num_expert_groups"):
+    found += _mla_problems(f) if mla else _gqa_problems(f)
+    for field in (*(LAYER_SIZES if mla else ()), "moe_hidden_dim", "num_experts", "num_expert_groups"):
         if getattr(f, field) < 1:
             found.append(f"model.{field} = {getattr(f, field)}: must be at least 1")
     if found:
@@ -270,4 +330,38 @@ def problems(flavor: Flavor) -> list[str]:
                 f"model.top_k = {f.top_k}: more than the {f.num_limited_groups} x {experts_per_group} = "
                 f"{f.num_limited_groups * experts_per_group} experts of the kept groups"
             )
+    return found
+
+
+def _mla_problems(f: Flavor) -> list[str]:
+    found = []
+    if f.num_kv_heads:
+        found.append(f"model.num_kv_heads = {f.num_kv_heads}: latent attention has none; leave it out")
+    if not 0 <= f.n_dense_layers < max(f.n_layers, 1):
+        found.append(
+            f"model.n_dense_layers = {f.n_dense_layers}: must lie in 0 .. n_layers - 1 = {f.n_layers - 1} "
+            "(this trainer is for mixtures of experts: at least one layer must be one)"
+        )
+    return found
+
+
+def _gqa_problems(f: Flavor) -> list[str]:
+    """Also what would be ignored: nothing in these families reads it."""
+    absent: dict[str, float] = dict.fromkeys((*MLA_SIZES, *LAYER_SIZES, "q_lora_rank", "n_dense_layers"), 0)
+    absent |= {"num_mtp_layers": 0, "mscale": 1.0, "rope_factor": 1.0}
+    found = [
+        f"model.{field} = {getattr(f, field)}: the families qwen3 and mixtral do not have it; leave it out"
+        for field, value in absent.items()
+        if getattr(f, field) != value
+    ]
+    if f.v_head_dim != f.qk_rope_head_dim:
+        found.append(
+            f"model.v_head_dim = {f.v_head_dim}: must equal model.qk_rope_head_dim = {f.qk_rope_head_dim}, because "
+            "heads of queries, keys and values are as wide, and rotated whole; set both"
+        )
+    if f.num_kv_heads < 1 or f.n_heads % f.num_kv_heads:
+        found.append(
+            f"model.num_kv_heads = {f.num_kv_heads}: must be at least 1 and divide model.n_heads = {f.n_heads}, whose "
+            "heads share them evenly"
+        )
     return found

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel.api import _HeadTailLoadBalancer, cp_shard
 from torchtitan.distributed.spmd_types import annotate_input_spmd_types
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model
+from torchtitan.models.deepseek_v3 import MTPDecoder
 
 from titan_moe.attention import documents
 
@@ -24,7 +24,7 @@ Batch = tuple[dict[str, Tensor], Tensor]  # {"input": [B, L], "positions": [B, L
 Inputs = tuple[Tensor, Tensor, dict[str, Any]]  # tokens, labels, keyword arguments of the model
 
 
-def model_inputs(model: DeepSeekV3Model, batch: Batch, parallel_dims: ParallelDims, load_balancer: str) -> Inputs:
+def model_inputs(model: MTPDecoder, batch: Batch, parallel_dims: ParallelDims, load_balancer: str) -> Inputs:
     """This rank's part of a microbatch; `load_balancer` is parallelism.context_parallel_load_balancer."""
     inputs, labels_BL = batch
     tokens_BL, positions_BL = inputs["input"], inputs["positions"]

@@ -17,6 +17,7 @@ from titan_moe import config_file, config_help, placement, run_folder, titan_dis
 from titan_moe.config import Config
 from titan_moe.config_file import ConfigError, Loaded
 from titan_moe.config_keys import get
+from titan_moe.machine_check import refusal, this_machine, warning
 from titan_moe.preflight import data_problems
 
 NEEDS_GPU = {
@@ -34,19 +35,24 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
     printing = {"--print_config", "--print-config"} & {*argv}
     argv = [word for word in argv if word not in printing]
     try:
-        loaded = config_file.read(argv)
+        problems: list[str] = []
+        nodes, per_node = count(env, "NNODES", problems), count(env, "NGPU", problems)
+        world_size = nodes * per_node
+        loaded = config_file.read(argv, max(world_size, 1))
         for note in loaded.notes:
             print(f"note: {note}", file=sys.stderr)
         if printing:
             return _print_config(loaded)
-        problems: list[str] = []
-        nodes, per_node = count(env, "NNODES", problems), count(env, "NGPU", problems)
-        world_size = nodes * per_node
         gpus = env.get("GPUS", "0") != "0"
         run_id = _run_id(env, nodes, loaded.file, argv, problems)
-        checked = []
+        checked, machine = [], None
         if world_size:
             checked += config_file.check(loaded.config, world_size, accelerator=gpus)
+            machine = this_machine(per_node, gpus)
+            # Before the data is looked at: on another machine than it is meant for, it may not be there.
+            if not loaded.problems and (text := refusal(loaded.config, loaded.file, world_size, machine, gpus)):
+                print(text, file=sys.stderr)
+                return 2
         notes = _placement(loaded.config, nodes, per_node, env, problems) if world_size and not checked else []
         checked += titan_dispatchers_check.missing(loaded.config) if gpus else _hardware(loaded.config)
         try:
@@ -61,6 +67,8 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         problems = loaded.problems + problems + loaded.located([*checked, *([taken] if taken else [])])
         if problems:
             raise ConfigError(loaded.file, problems)
+        if note := warning(loaded.config, world_size, machine):
+            notes.append(note)
     except (ConfigError, OSError) as error:  # OSError: a run folder that cannot even be looked at
         print(error, file=sys.stderr)
         return 2

@@ -53,7 +53,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.models.common import Linear
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model
+from torchtitan.models.deepseek_v3 import MTPDecoder
 from torchtitan.models.deepseek_v3.mtp import roll_mtp_sequence
 
 from titan_moe.config import Config
@@ -70,7 +70,7 @@ class Prediction(NamedTuple):
     scale: Tensor
 
 
-def build_loss(config: Config, model: DeepSeekV3Model) -> "Loss":
+def build_loss(config: Config, model: MTPDecoder) -> "Loss":
     """The loss with the head of `model`, which from now on returns hidden states. Of a pipeline, `model` is the last
     stage."""
     loss = Loss(config)
@@ -94,7 +94,7 @@ class Loss:
         self.cross_entropy: CrossEntropy = partial(fn, global_vocab_size=model_flavor(config).vocab_size)
         self.lm_head: Linear | None = None
 
-    def take_head(self, model: DeepSeekV3Model) -> None:
+    def take_head(self, model: MTPDecoder) -> None:
         assert model.lm_head is None or model.lm_head.bias is None
         self.lm_head = model.lm_head
         model._skip_lm_head = True

@@ -186,6 +186,8 @@ def _tensor(config: Config, flavor: Flavor) -> list[str]:
     degree, and torchtitan views a rank's heads as n_heads / tp."""
     tp = config.parallelism.tensor_parallel_degree
     wholes = {"n_heads": flavor.n_heads, "vocab_size": flavor.vocab_size}
+    if flavor.num_kv_heads:
+        wholes["num_kv_heads"] = flavor.num_kv_heads
     if flavor.n_dense_layers:
         wholes["dense_hidden_dim"] = flavor.dense_hidden_dim
     wholes["moe_hidden_dim x num_shared_experts"] = flavor.moe_hidden_dim * flavor.num_shared_experts

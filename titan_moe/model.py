@@ -1,14 +1,14 @@
-"""From a flavor to torchtitan's DeepSeek-V3, with our nodes put in; nothing else builds models.
+"""From a flavor to torchtitan's model, with our nodes put in; nothing else builds models.
 
-torchtitan's model is a tree of config nodes; `build_model` makes the tree from `flavors.Flavor`, lets torchtitan
-set the sharding of every node, replaces some of them and builds the modules on the meta device:
+torchtitan's model is a tree of config nodes; `build_model` takes the family's tree (families.py), with the sharding of
+every node, replaces some of them and builds the modules on the meta device:
 
 | torchtitan's node          | ours                       | why                                                    |
 |----------------------------|----------------------------|--------------------------------------------------------|
 | FlexAttention (CPU only)   | DenseAttention             | FlexAttention has no backward on a CPU                 |
 | MoE, RoutedExperts and     | moe.layer: FusedMoE,       | the MoE region: plan, dispatch, experts, combine; load |
 | GroupedExperts, router     | FusedRoutedExperts, ...    | counts, auxiliary losses, fp32 router logits           |
-| DeepSeekV3Model            | Model                      | MTP layers too leave the head to the loss              |
+| MTPDecoder                 | families.Model             | MTP layers too leave the head to the loss              |
 | Attention, norms,          | block: LatentAttention,    | names for what backward can make again instead of      |
 | FeedForward                | Norm, SwiGLU, SharedExpert | keeping it                                             |
 
@@ -18,34 +18,26 @@ set the sharding of every node, replaces some of them and builds the modules on 
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from titan_moe.runtime import DEVICE_TYPE
 
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_redistribute_per_axis
-from torchtitan.models import deepseek_v3
-from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_sequence_parallel_placement
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model
-from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
-from torchtitan.models.deepseek_v3.mtp import roll_mtp_sequence
-from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
+from torchtitan.models.deepseek_v3 import MTPDecoder
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import set_default_dtype
 
+from titan_moe import families
 from titan_moe.attention import DenseAttention
 from titan_moe.block import mark
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor, sequences_per_step
+from titan_moe.families import Model
 from titan_moe.mesh_check import region_tokens
 from titan_moe.moe.layer import choose_experts, fuse
 from titan_moe.moe.names import FUSED, GATE, UP, split_w13
@@ -56,115 +48,15 @@ from titan_moe.te_ep_check import in_flight
 INIT_BLOCK_ELEMENTS = 2**20
 
 
-GATHERED_TO_SEQUENCE_PARALLEL: tuple[Any, Any] = (
-    dense_activation_placement(tp=spmd.R).per_axis_spmd_types(),
-    dense_sequence_parallel_placement().per_axis_spmd_types(),
-)
-
-
-class Model(DeepSeekV3Model):
-    """torchtitan's DeepSeek-V3, whose multi-token prediction (MTP) layers can leave the head to the loss.
-
-    In training with MTP layers it returns hidden states [main, depth 1, depth 2, ...], each after its own norm, and
-    never logits. Everything else, evaluation included, computes and returns what torchtitan's model without them would.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(DeepSeekV3Model.Config):
-        pass
-
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None, attention_masks=None):
-        if self.mtp_layers is None or not self.training:
-            return Decoder.forward(self, tokens, positions, attention_masks)
-        assert self.tok_embeddings is not None and self.norm is not None and self._skip_lm_head
-        h_BLD = self.tok_embeddings(tokens)
-        for layer in self.layers.values():
-            h_BLD = layer(h_BLD, attention_masks, positions)
-        outputs = [self.norm(h_BLD)]
-        for depth, layer in enumerate(self.mtp_layers, start=1):
-            # The token that this depth is told: the one `depth` further on, while that is in the same document.
-            tokens_BL, known_BL = roll_mtp_sequence(
-                tokens, shift=depth, positions=positions, fill_value=0, return_valid_mask=True
-            )
-            # Embedded anew: under sequence parallelism the rows of `h` that are further on may be another rank's.
-            h_BLD = layer(self.tok_embeddings(tokens_BL), h_BLD, known_BL, attention_masks, positions)
-            outputs.append(h_BLD)
-            # For the head, the layer's norm has gathered the sequence; the next layer wants its part again.
-            h_BLD = spmd_redistribute_per_axis(h_BLD, current_spmd_mesh(), *GATHERED_TO_SEQUENCE_PARALLEL)
-        return outputs
-
-
 def model_config(config: Config) -> Model.Config:
-    """torchtitan's config tree for this model, our nodes and the sharding of every node in it.
-
-    The private names are torchtitan's initializers and layer builder: they hold the initialization recipe of its
-    registry, which takes no sizes. `update_from_config` is not called: it wants a whole `Trainer.Config`; what it does
-    besides sharding is set the rotary table to the training's sequence length and pass the forced load balance on.
-    """
-    f = model_flavor(config)
-    rope = ComplexRoPE.Config(
-        dim=f.qk_rope_head_dim,
-        max_seq_len=config.training.seq_len,
-        theta=f.rope_theta,
-        scaling="yarn",
-        rope_factor=f.rope_factor,
-        beta_fast=32.0,
-        beta_slow=1.0,
-        original_seq_len=f.original_seq_len,
-    )
-    limited = f.num_expert_groups > 1
-    layers = deepseek_v3._build_dsv3_layers(
-        n_layers=f.n_layers,
-        n_dense_layers=f.n_dense_layers,
-        dim=f.dim,
-        n_heads=f.n_heads,
-        q_lora_rank=f.q_lora_rank,
-        kv_lora_rank=f.kv_lora_rank,
-        qk_nope_head_dim=f.qk_nope_head_dim,
-        qk_rope_head_dim=f.qk_rope_head_dim,
-        v_head_dim=f.v_head_dim,
-        mscale=f.mscale,
-        dense_hidden_dim=f.dense_hidden_dim,
-        moe_hidden_dim=f.moe_hidden_dim,
-        num_experts=f.num_experts,
-        num_shared_experts=f.num_shared_experts,
-        router_top_k=f.top_k,
-        router_score_func=f.score_func,
-        router_num_expert_groups=f.num_expert_groups if limited else None,
-        router_num_limited_groups=f.num_limited_groups if limited else None,
-        router_route_scale=f.route_scale,
-        router_route_norm=f.route_norm,
-        attn_backend="flex",
-        moe_comm_backend="standard",
-        non_blocking_capacity_factor=None,
-        rope=rope,
-    )
-    mtp_layers = deepseek_v3._build_mtp_layers(
-        cast(DeepSeekV3TransformerBlock.Config, layers[-1]), dim=f.dim, num_mtp_layers=f.num_mtp_layers
-    )
-    for layer in mtp_layers:
-        # torchtitan leaves these to torch's own initialization, which depends on the mesh.
-        layer.eh_proj.param_init = deepseek_v3._LINEAR_INIT
-        for norm in (layer.enorm, layer.hnorm, layer.mtp_norm):
-            norm.param_init = deepseek_v3._NORM_INIT
-    tree = Model.Config(
-        vocab_size=f.vocab_size,
-        dim=f.dim,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=f.vocab_size, embedding_dim=f.dim, param_init=deepseek_v3._EMBEDDING_INIT
-        ),
-        norm=RMSNorm.Config(normalized_shape=f.dim, param_init=deepseek_v3._NORM_INIT),
-        lm_head=Linear.Config(
-            in_features=f.dim, out_features=f.vocab_size, param_init=deepseek_v3._output_linear_init(f.dim)
-        ),
-        layers=layers,
-        mtp_layers=mtp_layers,
-    )
-    for layer in [*layers, *mtp_layers]:
+    """torchtitan's config tree for this model, our nodes and the sharding of every node in it."""
+    tree = families.tree(model_flavor(config), config.training.seq_len)
+    layers = [*tree.layers, *tree.mtp_layers]
+    for layer in layers:
         if DEVICE_TYPE == "cpu":
             layer.attention.inner_attention = DenseAttention.Config()
-    set_deepseek_v3_sharding_config(tree, enable_sp=True, enable_ep=config.parallelism.expert_parallel_degree > 1)
-    for layer in [*layers, *mtp_layers]:
+    families.set_sharding(tree, enable_ep=config.parallelism.expert_parallel_degree > 1)
+    for layer in layers:
         if layer.moe is not None:
             layer.moe.load_balance_coeff = config.moe.load_balance_coeff or None
             layer.moe = fuse(layer.moe, **moe_settings(config))
@@ -204,7 +96,7 @@ def build_model(config: Config) -> Model:
     return model
 
 
-def init_weights(model: DeepSeekV3Model, seed: int) -> None:
+def init_weights(model: MTPDecoder, seed: int) -> None:
     """Give every parameter its initial values, the same ones whatever the mesh.
 
     Each parameter is drawn in blocks of rows (an expert's rows are its own blocks), each block from a seed made of (run

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import CompileConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model, parallelize_deepseekv3
+from torchtitan.models.deepseek_v3 import MTPDecoder, parallelize_deepseekv3
 
 from titan_moe.config import Config
 from titan_moe.config_check import microbatches_per_step
@@ -27,8 +27,8 @@ MTP_PARTS = ["enorm", "hnorm", "eh_proj", "mtp_norm"]
 
 
 def parallelize(
-    model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims, device: torch.device
-) -> tuple[list[DeepSeekV3Model], Pipeline | None]:
+    model: MTPDecoder, config: Config, parallel_dims: ParallelDims, device: torch.device
+) -> tuple[list[MTPDecoder], Pipeline | None]:
     """Cut the meta-device model into this rank's pipeline stages, and shard, checkpoint and compile each. Without a
     pipeline the model itself is the one part."""
     shard = partial(parallelize_part, config=config, parallel_dims=parallel_dims)
@@ -40,7 +40,7 @@ def parallelize(
     return pipeline.parts, pipeline
 
 
-def parallelize_part(model: DeepSeekV3Model, config: Config, parallel_dims: ParallelDims) -> None:
+def parallelize_part(model: MTPDecoder, config: Config, parallel_dims: ParallelDims) -> None:
     """Shard, checkpoint and compile one part of the meta-device model in place, as configured."""
     parallelize_deepseekv3(
         model,
@@ -61,7 +61,7 @@ def parallelize_part(model: DeepSeekV3Model, config: Config, parallel_dims: Para
         compile_layers(model, config.compile.backend)
 
 
-def prefetch(model: DeepSeekV3Model, count: int) -> None:
+def prefetch(model: MTPDecoder, count: int) -> None:
     """Gather the parameters of the `count` layers that come next, in forward and in backward, while one computes.
 
     torchtitan does so for one layer where EP is on, whose host syncs keep FSDP2 from running ahead by itself, and
@@ -77,7 +77,7 @@ def prefetch(model: DeepSeekV3Model, count: int) -> None:
         link[-1].set_modules_to_backward_prefetch([module for link in behind for module in link])
 
 
-def compile_layers(model: DeepSeekV3Model, backend: str) -> None:
+def compile_layers(model: MTPDecoder, backend: str) -> None:
     """torch.compile of dense layers whole, of MoE layers everything but router and region: a layer with a graph break
     inside activation checkpointing would stay eager altogether."""
     blocks = [(block, NORMS_AND_ATTENTION) for block in model.layers.values()]
@@ -90,11 +90,15 @@ def compile_layers(model: DeepSeekV3Model, backend: str) -> None:
             part.compile(backend=backend)
 
 
-def gradient_sync(model: DeepSeekV3Model, enabled: bool) -> None:
-    """From now on backward reduces gradients over the data-parallel ranks only if `enabled`; otherwise each rank adds
-    up its own, unsharded and in the reduction's dtype, until a backward with it enabled reduces the sum."""
+def gradient_sync(model: MTPDecoder, config: Config, *, last: bool) -> None:
+    """What the next backward does with its gradients; `last`: it is the step's last microbatch.
+
+    The last reduces over all data-parallel ranks. Before it each rank adds up its own gradients, unsharded and in the
+    reduction's dtype; or they are reduced to the shards there too, and only summed over replicas (HSDP) in the end.
+    """
     assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(enabled)
+    model.set_requires_gradient_sync(last or config.parallelism.fsdp_reduce_every_microbatch)
+    model.set_requires_all_reduce(last)
 
 
 def total_and_active_parameters(model: nn.Module, top_k: int, num_experts: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import schedules
 from torchtitan.config import CompileConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model
+from torchtitan.models.deepseek_v3 import MTPDecoder
 
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
@@ -40,19 +40,19 @@ class Pipeline:
 
     def __init__(
         self,
-        model: DeepSeekV3Model,
+        model: MTPDecoder,
         config: Config,
         parallel_dims: ParallelDims,
         device: torch.device,
         *,
         microbatches: int,
-        parallelize: Callable[[DeepSeekV3Model], None],
+        parallelize: Callable[[MTPDecoder], None],
     ) -> None:
         self.loss_fn: Callable | None = None  # set when the stages have memory: it applies the last one's head
         parallelism = titan_parallelism(config)
         parallelism.module_fqns_per_model_part = pipeline_layout(config, model_flavor(config)).modules()
 
-        def parallelize_stage(stage: DeepSeekV3Model, **_) -> DeepSeekV3Model:
+        def parallelize_stage(stage: MTPDecoder, **_) -> MTPDecoder:
             parallelize(stage)
             return stage
 
@@ -73,7 +73,7 @@ class Pipeline:
             parallelize_fn=parallelize_stage,
             loss_fn=loss_fn,
         )
-        self.parts: list[DeepSeekV3Model] = parts  # type: ignore[assignment]
+        self.parts: list[MTPDecoder] = parts  # type: ignore[assignment]
         self.device = device
         # Before the first step, and where training and validation alternate, torch runs the stages once on tensors
         # without content to learn their shapes.
@@ -121,7 +121,7 @@ class Pipeline:
 
 
 @contextmanager
-def routing_without_content(parts: list[DeepSeekV3Model]) -> Iterator[None]:
+def routing_without_content(parts: list[MTPDecoder]) -> Iterator[None]:
     """Inside, tokens are spread evenly over the experts: rows without content are all alike, and routers would send all
     of them to the same few, on ranks that could not hold them. What the layers counted is forgotten."""
     layers = [moe for part in parts for moe in moe_layers(part).values()]

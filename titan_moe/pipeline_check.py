@@ -51,6 +51,7 @@ def check(config: Config, world_size: int, flavor: Flavor, unsound: Set[str] = f
         *(_microbatches(config, world_size if known else None) if not unsound & {LOCAL, MICROBATCH} else []),
         *_compile(config),
         *_reshard(config),
+        *_reduce(config),
     ]
 
 
@@ -169,4 +170,14 @@ def _reshard(config: Config) -> list[str]:
         f'parallelism.fsdp_reshard_after_forward = "always": {p.pipeline_parallel_schedule} runs backward in two '
         'halves, which loses gradients of parameters that were freed after forward; choose "default" or "never", or '
         'pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"'
+    ]
+
+
+def _reduce(config: Config) -> list[str]:
+    p = config.parallelism
+    if not p.fsdp_reduce_every_microbatch:
+        return []
+    return [
+        "parallelism.fsdp_reduce_every_microbatch = true: with pipeline_parallel_degree = "
+        f"{p.pipeline_parallel_degree} the schedule decides, which reduces once per step; leave it out"
     ]

@@ -27,6 +27,23 @@ def problem(mode: str, recompute: Sequence[str], compiles_model: bool) -> str | 
     return None
 
 
+def absent(flavor: Flavor, recompute: Sequence[str]) -> str | None:
+    """What is wrong with naming parts that a block of the model does not have, or None."""
+    missing = {
+        "mla_up_proj": flavor.attention != "mla",
+        "swiglu": not (flavor.n_dense_layers or flavor.num_shared_experts),
+        "shared_expert": not flavor.num_shared_experts,
+    }
+    named = [part for part in recompute if missing.get(part)]
+    if not named:
+        return None
+    listed = ", ".join(f'"{part}"' for part in recompute)
+    return (
+        f"activation_checkpoint.recompute = [{listed}]: this model has no {' and no '.join(named)} that could be made "
+        "again; leave out what is not there"
+    )
+
+
 def saved_bytes(
     flavor: Flavor, tokens: int, itemsize: int, parts: Collection[str], *, moe: bool = True, tensor: int = 1
 ) -> int:

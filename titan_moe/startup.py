@@ -16,6 +16,7 @@ from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.config_print import literal
 from titan_moe.flavors import Flavor
+from titan_moe.machine_check import Machine, occupied
 from titan_moe.mesh_check import microbatch_size, microbatches_per_step, region_tokens
 from titan_moe.metrics import Metrics
 from titan_moe.moe.balance import balanced_random_ids
@@ -31,6 +32,18 @@ def claim_run_folder(config: Config, folder: Path, listing: Listing) -> int:
     record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
     record["data"] = listing.summary()
     return run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
+
+
+def require_memory(config: Config, device: torch.device) -> None:
+    """Before anything is allocated on a GPU: raises ValueError if it has too little memory left, because other programs
+    run there, or nobody asked before torchrun. On CPUs ranks cannot tell what the others will take; launch.py can."""
+    if DEVICE_TYPE == "cpu":
+        return
+    module = torch.get_device_module(DEVICE_TYPE)
+    left, _ = module.mem_get_info(device)
+    machine = Machine(name=f"{device}, {module.get_device_name(device)},", memory=left, gpu=True)
+    if problem := occupied(config, dist.get_world_size(), machine):
+        raise ValueError(problem)
 
 
 def report(

@@ -27,11 +27,15 @@ PIPELINES = {
 }
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 MTP1, MTP2 = "--model.num_mtp_layers=1", "--model.num_mtp_layers=2"
+REDUCE_EVERY = "--parallelism.fsdp_reduce_every_microbatch"
 HSDP2 = "--parallelism.data_parallel_replicate_degree=2"
 # With two experts on four ranks FSDP has no whole expert left to hand out, so it cuts them along F, as at 1,024 GPUs.
 TWO_EXPERTS = [
     *("--model.num_experts=2", "--model.top_k=1", "--model.num_expert_groups=1", "--model.num_limited_groups=1"),
 ]
+# Grouped-query attention has no latents, and these families no dense layers.
+GQA = [*(f"--model.{size}=none" for size in ("q_lora_rank", "kv_lora_rank", "dense_hidden_dim")), "--model.n_heads=4"]
+QWEN3, MIXTRAL = ([f"--model.name={name}", *GQA] for name in ("qwen3", "mixtral"))
 SEED_ONLY = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 # The schedule must not follow training.steps where runs of different lengths are compared.
 SCHEDULE_100 = "--lr_scheduler.total_steps=100"
@@ -48,6 +52,7 @@ SLOW: dict[int, set[str]] = {
     4: {
         *("fsdp4", "fsdp4_ep2_no_bias", "hsdp2x2", "fsdp2_cp2", "hsdp2_tp2", "hsdp2_cp2", "hsdp2_pp2", "pp2_tp2"),
         *("pp2_ep2_bf16", "pp2_te_ep", "pp2_ep2", "fsdp2_pp2", "then_pp2_ep2", "then_tp2_ep2", "then_hsdp2"),
+        *("tp2_cp2_ep4_qwen3", "hsdp2x2_reduce_every"),
     },
 }
 """By number of ranks, cases that the default tests leave out: what they combine is there singly, or in others"""
@@ -85,6 +90,8 @@ def cases_of_1(out: Path) -> dict[str, Case]:
         "one_rank_losses": LOSSES,
         "one_rank_mtp": [MTP1],
         "one_rank_mtp2": [MTP2],
+        "one_rank_qwen3": QWEN3,
+        "one_rank_mixtral": MIXTRAL,
         "one_rank_drops": ["--moe.capacity_factor=1.0", "--training.steps=2"],
         "one_rank_seed": SEED_ONLY,
         "golden": ["--training.steps=10"],
@@ -106,6 +113,7 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "fsdp2_no_bias": [BIAS_OFF, "--loss.num_chunks=1", "--parallelism.fsdp_reshard_after_forward=always"],
         "fsdp2_ep2": [EP2],
         "fsdp2_ep2_no_bias": [EP2, BIAS_OFF],
+        "fsdp2_ep2_reduce_every": [EP2, REDUCE_EVERY],
         "fsdp2_ep2_full": [EP2, FULL],
         "fsdp2_ep2_selective": [EP2, SELECTIVE, "--moe.weighting=late"],
         "fsdp2_ep2_alltoall": [EP2, ALLTOALL, LOOP],
@@ -124,6 +132,8 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "tp2_ep2_losses_worst_case": [TP2, EP2, *LOSSES, "--moe.recv_buffer=worst_case"],
         "tp2_mtp2": [TP2, MTP2],
         "fsdp2_ep2_mtp_full": [EP2, MTP1, FULL],
+        "fsdp2_ep2_qwen3": [EP2, *QWEN3, NONE, "--activation_checkpoint.recompute=norms"],
+        "fsdp2_ep2_mixtral": [EP2, *MIXTRAL, SELECTIVE],
         "cp2": [CP2, *PARTS],
         "cp2_ep2_losses": [CP2, EP2, *LOSSES],
         "cp2_plain_order": [CP2, "--parallelism.context_parallel_load_balancer=none", SELECTIVE],
@@ -155,8 +165,10 @@ def cases_of_4(out: Path) -> dict[str, Case]:
         "ep4_nodes_full": [EP4, DEDUP, "--moe.ranks_per_node=2", FULL],
         "ep2_two_experts": [EP2, *TWO_EXPERTS],
         "hsdp2x2": [HSDP2],
+        "hsdp2x2_reduce_every": [HSDP2, REDUCE_EVERY, "--training.local_batch_size=1"],
         "fsdp2_tp2_ep2": [TP2, EP2],
         "tp2_cp2_ep4": [TP2, CP2, EP4],
+        "tp2_cp2_ep4_qwen3": [TP2, CP2, EP4, *QWEN3],
         "fsdp2_cp2": [CP2],
         "pp2_ep2": [PP2, EP2],
         "hsdp2_tp2": [HSDP2, TP2, SELECTIVE],

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,11 @@ def free_port() -> int:
 
 @dataclass
 class Case:
-    """Arguments of one training beside SMALL_FP32, and the train.py that is run."""
+    """Arguments of one training behind those of `base`, and the train.py that is run."""
 
     argv: list[str]
     train: Path = REPO / "train.py"
+    base: list[str] = field(default_factory=lambda: SMALL_FP32)
     few_labels: bool = False  # hide most labels from data rank 1, and record losses computed directly
     overflow: bool = False  # rank 1's layers.2 lacks rows, once in step 2 and once in validation
 
@@ -101,7 +102,7 @@ def run_cases(world_size: int, cases: dict[str, Case], out: Path) -> dict[str, O
             str(case.train),
             case.few_labels,
             case.overflow,
-            [*SMALL_FP32, f"--job.dump_folder={out / name}", *case.argv],
+            [*case.base, f"--job.dump_folder={out / name}", *case.argv],
         )
         for name, case in cases.items()
     }

@@ -17,6 +17,7 @@ COMPARED = [
     (2, "fsdp2_no_bias", "one_rank_no_bias"),
     (2, "fsdp2_ep2", "one_rank"),
     (2, "fsdp2_ep2_no_bias", "one_rank_no_bias"),
+    (2, "fsdp2_ep2_reduce_every", "one_rank"),
     (1, "one_rank_loop", "one_rank"),
     (2, "fsdp2_ep2_full", "one_rank"),
     (2, "fsdp2_ep2_selective", "one_rank"),
@@ -34,6 +35,7 @@ COMPARED = [
     (4, "hsdp2x2_ep2", "one_rank"),
     (4, "ep2_two_experts", "one_rank_two_experts"),
     (4, "hsdp2x2", "one_rank"),
+    (4, "hsdp2x2_reduce_every", "one_rank"),
     (2, "fsdp2_ep2_parts", "one_rank"),
     (2, "fsdp2_ep2_compiled", "one_rank"),
     (2, "tp2", "one_rank"),
@@ -42,6 +44,8 @@ COMPARED = [
     (2, "tp2_ep2_losses", "one_rank_losses"),
     (2, "tp2_mtp2", "one_rank_mtp2"),
     (2, "fsdp2_ep2_mtp_full", "one_rank_mtp"),
+    (2, "fsdp2_ep2_qwen3", "one_rank_qwen3"),
+    (2, "fsdp2_ep2_mixtral", "one_rank_mixtral"),
     (2, "cp2", "one_rank"),
     (2, "cp2_plain_order", "one_rank"),
     (2, "cp2_ep2_losses", "one_rank_losses"),
@@ -51,6 +55,7 @@ COMPARED = [
     (2, "pp2_zbv_losses", "one_rank_losses"),
     (4, "fsdp2_tp2_ep2", "one_rank"),
     (4, "tp2_cp2_ep4", "one_rank"),
+    (4, "tp2_cp2_ep4_qwen3", "one_rank_qwen3"),
     (4, "fsdp2_cp2", "one_rank"),
     (4, "fsdp2_pp2", "one_rank"),
     (4, "pp2_ep2", "one_rank"),
@@ -176,6 +181,7 @@ def test_accumulation_reduces_gradients_once_per_step(outcome):
         return sum(n for collective, n in counts.items() if "reduce_scatter" in collective)
 
     assert reductions("fsdp2") == reductions("fsdp2_whole_batch") > 0
+    assert reductions("fsdp2_ep2_reduce_every") == 2 * reductions("fsdp2_ep2") > 0, "asked for, each of 2 reduces"
 
 
 def test_expert_parallel_ranks_exchange_tokens(outcome):

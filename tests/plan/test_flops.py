@@ -69,12 +69,14 @@ def test_a_full_query_projection_costs_what_its_matrix_does() -> None:
 
 def test_torchtitan_counts_the_same_in_its_convention() -> None:
     """All attention, no MTP; torchtitan also counts the router and every norm."""
+    from titan_moe.model import build_model  # isort: skip - it tells torchtitan about CPUs
+    from torchtitan.models.deepseek_v3 import DeepSeekV3Model
+
     from titan_moe.config import Config, Model
-    from titan_moe.model import build_model
 
     config = Config(model=Model(flavor="16B", n_layers=3))
     model = build_model(config)
-    _, theirs = model.config.get_nparams_and_flops(model, 4096)
+    _, theirs = DeepSeekV3Model.Config.get_nparams_and_flops(model.config, model, 4096)
     flavor = replace(FLAVORS["16B"], n_layers=3)
     ours = sum(per_token(flavor, 4096, num_mtp_layers=0, causal=False).values())
     router = 6 * 2 * flavor.dim * flavor.num_experts

@@ -150,6 +150,14 @@ def test_accumulation_keeps_whole_gradients_with_fsdp():
     assert more["activations"] == groups["activations"] and two.allocated > one.allocated + 3.8 * whole
 
 
+def test_reducing_every_microbatch_keeps_only_shards():
+    job = megatron(ep=64, sharding="fsdp", param_dtype="float32", global_batch_size=512)
+    reduced = predict_memory(replace(job, reduce_every_microbatch=True)).by_group()
+    (shards,) = (entry.size for entry in states(job, rank=0) if entry.group == "gradients")
+    one = predict_memory(replace(job, global_batch_size=256)).by_group()
+    assert {**one, "gradients": shards} == reduced, "as without accumulation, and the shards of the microbatch before"
+
+
 @pytest.mark.parametrize("part", ["mla_up_proj", "swiglu", "norms", "shared_expert"])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_recompute_saves_what_the_start_up_report_says(part: str, kind: parameters.Kind):
@@ -170,6 +178,8 @@ CASE += ["--metrics.no_enable_tensorboard", "--training.local_batch_size=2", "--
 CASES = {
     "selective": ["--activation_checkpoint.mode=selective", "--loss.num_chunks=4"],
     "ep": ["--activation_checkpoint.mode=none", "--parallelism.expert_parallel_degree=2"],
+    "gqa": ["--model.name=qwen3", "--activation_checkpoint.mode=none", "--loss.num_chunks=4"],
+    "gqa_selective": ["--model.name=mixtral", "--activation_checkpoint.mode=selective"],
     "ep_full": ["--activation_checkpoint.mode=full", "--parallelism.expert_parallel_degree=2"],
 }
 

@@ -29,6 +29,8 @@ LOW_PRECISION_BYTES = 0.516 * 2
 MATMULS = ("query latent", "query product", "key/value latent", "key/value product", "attention projection")
 """A layer's matrix products in the order they run, before those of its feed-forward: gate, up, down. Op-wise selective
 recompute keeps the result of every second one, so the order decides how much"""
+GQA_MATMULS = ("query product", "key product", "value product", "attention projection")
+"""The same with grouped-query attention"""
 
 
 class Item(NamedTuple):
@@ -52,7 +54,7 @@ class Kernels:
     norm_is_fused: bool = True
     """False on a CPU: the norm is made of steps in fp32, whose input and result are kept, and its input is not"""
     values_are_padded: bool = False
-    """True on a CPU: attention pads values to the width of queries (model.DenseAttention)"""
+    """True on a CPU: attention pads values to the width of queries, and keeps a mask (attention.DenseAttention)"""
     row_alignment: int = 128
     """Rows that an expert's slab is padded to"""
 
@@ -162,7 +164,7 @@ def titan_layer(job: Job, kind: Kind, kernels: Kernels = GPU) -> list[Item]:
     return [
         Item("layer input", input_size, whole=True),
         *_norm("attention norm", f.dim, job, kernels, gathered=job.tp),
-        *_titan_attention(job, wide, kernels, norm_input),
+        *(_titan_gqa(job, wide, kernels) if f.attention == "gqa" else _titan_attention(job, wide, kernels, norm_input)),
         *_products(job, wide),
         Item("residual", wide * f.dim if kernels.norm_is_fused else 0.0),
         *_norm("feed-forward norm", f.dim, job, kernels, gathered=job.tp if kind == "dense" else 1),
@@ -211,21 +213,45 @@ def _titan_attention(job: Job, wide: float, kernels: Kernels, norm_input: bool) 
     return items
 
 
+def _titan_gqa(job: Job, wide: float, kernels: Kernels) -> list[Item]:
+    """Grouped-query attention: norms of query and key heads (Qwen3) keep what they take, not what they give, which is
+    rotated in fp32. The kernel itself shares key and value heads out among the query heads."""
+    f, head = job.model, job.model.v_head_dim
+    tokens, wide = job.tokens * job.tp, wide * job.tp
+    query, key, norms = wide * f.n_heads * head / job.tp, wide * f.num_kv_heads * head / job.tp, []
+    if f.qk_norm and kernels.norm_is_fused:
+        norms = [Item("query and key product", query + key)]
+    elif f.qk_norm:
+        norms = [Item("head norms, fp32 steps", 4.0 * tokens * (f.n_heads + f.num_kv_heads) * (2 * head + 1) / job.tp)]
+    return [
+        *norms,
+        Item("rotation", 8.0 * tokens * head),
+        Item("query", query),
+        Item("key", key * job.cp),
+        Item("value", key * job.cp),
+        Item("log-sum-exp", 4.0 * job.tokens * f.n_heads, selective=not kernels.values_are_padded),
+        Item("attention output", query, selective=not kernels.values_are_padded),
+        *([Item("attention mask", 2.0 * job.tokens * job.seq_len)] if kernels.values_are_padded else []),
+    ]
+
+
 def saved_products(job: Job) -> set[str]:
     """The matrix products whose results op-wise selective recompute keeps: the first, the third, ..."""
-    order = [*(name for name in MATMULS if job.model.q_lora_rank or name != "query latent"), "gate", "up", "down"]
-    return set(order[::2])
+    f = job.model
+    latent = [name for name in MATMULS if f.q_lora_rank or name != "query latent"]
+    attention = latent if f.attention == "mla" else [*GQA_MATMULS]
+    return {*[*attention, "gate", "up", "down"][::2]}
 
 
 def _products(job: Job, wide: float) -> list[Item]:
     """Results that only selective recompute keeps: otherwise what is made of them is kept, or nothing."""
     f = job.model
-    widths = {
-        "query product": f.n_heads * (f.qk_nope_head_dim + f.qk_rope_head_dim),
-        "key/value product": f.n_heads * (f.qk_nope_head_dim + f.v_head_dim),
-        "attention projection": f.dim,
-        "down": f.dim,
-    }
+    query = f.n_heads * (f.qk_nope_head_dim + f.qk_rope_head_dim)
+    widths = {"query product": query, "attention projection": f.dim}
+    if f.attention == "mla":
+        widths |= {"key/value product": f.n_heads * (f.qk_nope_head_dim + f.v_head_dim), "down": f.dim}
+    else:  # without a feed-forward beside the experts
+        widths |= {"value product": f.num_kv_heads * f.v_head_dim}
     if job.recompute_mode != "selective":
         return []
     saved = saved_products(job)

@@ -24,9 +24,10 @@ def beside(job: Job, kind: Kind, forward: float, backward: float) -> dict[str, t
         gather, reduce = fsdp_seconds(job, kind)
         every = job.pp == 1  # with a pipeline, FSDP keeps gathered parameters and reduces once a step
         again = gather if job.reshard_after_forward else 0.0
+        reducing = every * (1.0 if job.reduce_every_microbatch else 1.0 / job.microbatches)  # share of microbatches
         found["exposed FSDP"] = (
             max(gather - forward, 0.0) if every or job.reshard_after_forward else 0.0,
-            max(again + reduce * every - backward, 0.0),
+            reducing * max(again + reduce - backward, 0.0) + (1 - reducing) * max(again - backward, 0.0),
         )
     if job.offload:
         copied = sum(item.size for item in activations.layer(job, kind) if item.offload in job.offload)

@@ -72,6 +72,8 @@ class Job:
     """With fsdp: parameters are gathered again for backward"""
     prefetch_layers: int = 1
     """With fsdp: layers gathered ahead of the one that computes"""
+    reduce_every_microbatch: bool = False
+    """With fsdp: gradients of every microbatch are reduced, not kept whole until the last one"""
     recompute_mode: Literal["none", "selective", "full"] = "none"
     recompute: frozenset[str] = frozenset()
     """Modules recomputed in every layer, values of RECOMPUTE_NAMES"""
@@ -184,7 +186,7 @@ def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Preci
     ac = config.activation_checkpoint
     return Job(
         model=model,
-        model_name=f"deepseek_v3 {config.model.flavor}",
+        model_name=f"{config.model.name} {config.model.flavor}",
         hardware=hardware,
         gpus=gpus,
         precision=precision,
@@ -203,6 +205,7 @@ def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Preci
         sharding="fsdp",
         prefetch_layers=p.fsdp_prefetch_layers,
         reshard_after_forward={"always": True, "never": False}.get(p.fsdp_reshard_after_forward, pp == 1),
+        reduce_every_microbatch=p.fsdp_reduce_every_microbatch,
         recompute_mode=ac.mode,
         recompute=frozenset(ac.recompute),
         dispatcher=auto if config.moe.dispatcher == "auto" else config.moe.dispatcher,

@@ -14,7 +14,7 @@ States, with P parameters of which a rank stores P/s:
 - FSDP2 ("fsdp"): parameters, gradients and two moments of P/s in the stored dtype (4 + 4 + 8 in FP32), and while a
   layer computes, gathered BF16 copies of it and of the next one, the all-gather's buffer, its gradients in BF16 and the
   FP32 input of their reduction. Pipelines do not free gathered parameters. With more than one microbatch the gradients
-  of *all* layers are kept unsharded in FP32 until the last one: often the largest item.
+  of *all* layers are kept unsharded in FP32 until the last one, often the largest item, unless each is reduced.
 
 Activations come from activations.py, what a working set holds from the kernels as they are here: a grouped GEMM's
 backward around an unfused SwiGLU in FP32. Not PyTorch's allocator's, so in no "peak allocated": buffers of the fused
@@ -107,6 +107,8 @@ def _rank_entries(job: Job, rank: int, kernels: Kernels) -> list[Entry]:
     kept = activations_held(job, rank, kernels)
     if job.sharding == "zero1":
         return [*found, *kept]
+    if job.microbatches > 1 and job.reduce_every_microbatch:
+        return [*found, *_gathered(job, stages), *kept]  # those of the microbatches before are there all the time
     # FSDP2 makes a layer's sharded gradient as backward frees its activations (and the whole one that was summed up
     # over microbatches): the first of them have gone when the last of those comes.
     gradients = [entry for entry in found if entry.group == "gradients"]
@@ -263,7 +265,8 @@ def _working_sets(job: Job, stages: list[Stage], kernels: Kernels) -> list[list[
         per_logit = 6 if job.sharding == "zero1" else 2 + 4 + 4 + 4 + 2
         head = [Entry("working set", "logits", per_logit * chunk)]
         if job.sharding == "fsdp":  # gathered in BF16, a BF16 gradient, and its sum over chunks in FP32
-            size = (2 if job.reshard_after_forward else 0) + 2 + (4 if job.microbatches == 1 else 0)
+            summed_already = job.microbatches > 1 and not job.reduce_every_microbatch
+            size = (2 if job.reshard_after_forward else 0) + 2 + (0 if summed_already else 4)
             head.append(Entry("working set", "head and its gradient", size * of_head(f) / job.tp))
         if job.loss_chunks > 1:
             head.append(Entry("working set", "gradient of the last hidden states, FP32", 4.0 * job.tokens * f.dim))

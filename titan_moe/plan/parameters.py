@@ -20,7 +20,7 @@ def of_layer(flavor: Flavor, kind: Kind) -> dict[str, int]:
     qk = f.qk_nope_head_dim + f.qk_rope_head_dim
     heads = f.n_heads * f.v_head_dim * f.dim
     if f.attention == "gqa":
-        latent, norms = 0, 2 * f.dim
+        latent, norms = 0, 2 * f.dim + 2 * qk * f.qk_norm
         heads += f.dim * (f.n_heads * qk + f.num_kv_heads * (qk + f.v_head_dim))
     else:
         latent, norms = f.dim * (f.q_lora_rank + f.kv_lora_rank + f.qk_rope_head_dim), 2 * f.dim

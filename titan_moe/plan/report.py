@@ -61,10 +61,25 @@ def of_job(job: Job) -> Plan:
 
 
 def to_text(plan: Plan) -> str:
+    speed, memory = plan.speed, plan.memory
+    lines = [
+        *summary(plan),
+        "",
+        *_table("Step time", "s", speed.parts.items(), speed.step_seconds, "{:,.3f}"),
+        "",
+        *_memory_table(memory),
+        "",
+        *_improvements(plan),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def summary(plan: Plan) -> list[str]:
+    """The answers, without how they come about."""
     job, speed, memory = plan.job, plan.speed, plan.memory
     peak = job.hardware.peak_tflops(job.precision)
     low, high = speed.band
-    lines = [
+    return [
         *_heading(job),
         "",
         f"Speed    {speed.tokens_per_s_per_gpu:,.0f} tokens/s per GPU (80 % of runs: {low:,.0f} to {high:,.0f}), "
@@ -74,14 +89,7 @@ def to_text(plan: Plan) -> str:
         f"         exposed communication {speed.exposed_comm:,.2f} s ({speed.exposed_comm / speed.step_seconds:.1%}); "
         f"limited by {speed.limit}",
         f"Memory   {_verdict(memory)}",
-        "",
-        *_table("Step time", "s", speed.parts.items(), speed.step_seconds, "{:,.3f}"),
-        "",
-        *_memory_table(memory),
-        "",
-        *_improvements(plan),
     ]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _heading(job: Job) -> list[str]:

@@ -1,0 +1,57 @@
+"""What the planner says of the shipped configurations: `python -m scripts.config_table` renews the line `# Plan:` in
+the header of each file and prints README's table of them. A test notices when a header is out of date.
+"""
+
+import re
+from pathlib import Path
+
+from titan_moe import config_file
+from titan_moe.plan import report
+from titan_moe.plan.job import Job
+from titan_moe.plan.memory import GIB
+from titan_moe.plan.report import Plan
+
+FOLDER = Path(__file__).parents[1] / "train_configs"
+LINE = re.compile(r"^# Plan: .*$", re.MULTILINE)
+
+
+def planned() -> dict[Path, Plan]:
+    """The plan of each shipped file that has a [plan] section."""
+    configs = {path: config_file.load([str(path)]) for path in sorted(FOLDER.glob("*.toml"))}
+    return {path: report.make(config, path.name) for path, config in configs.items() if config.plan.hardware}
+
+
+def line(plan: Plan) -> str:
+    speed, memory = plan.speed, plan.memory
+    low, high = speed.band
+    return (
+        f"# Plan: {speed.tokens_per_s_per_gpu:,.0f} tokens/s per GPU (80 % of runs: {low:,.0f} to {high:,.0f}), "
+        f"{memory.needed / GIB:,.1f} of {memory.capacity / GIB:,.1f} GiB."
+    )
+
+
+def layout(job: Job) -> str:
+    degrees = {"FSDP": job.dp_shard, "CP": job.cp, "PP": job.pp, "EP": job.ep, "MTP": job.num_mtp_layers}
+    return ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > (name != "MTP"))
+
+
+def table(plans: dict[Path, Plan]) -> list[str]:
+    """Markdown."""
+    lines = [
+        "| file | model | GPUs | layout | sequence | memory, GiB | planned tokens/s per GPU | status |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for path, plan in plans.items():
+        job, memory = plan.job, plan.memory
+        cells = [f"`{path.name}`", job.model_name, f"{job.gpus:,} {job.hardware.name}", layout(job), f"{job.seq_len:,}"]
+        cells += [f"{memory.needed / GIB:,.1f} of {memory.capacity / GIB:,.1f}"]
+        cells += [f"{plan.speed.tokens_per_s_per_gpu:,.0f}", "twin run on CPUs"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    plans = planned()
+    for path, plan in plans.items():
+        path.write_text(LINE.sub(line(plan), path.read_text()))
+    print("\n".join(table(plans)))

@@ -1,0 +1,181 @@
+"""Whether the machine that a run is started on can hold it: told before anything is allocated.
+
+A 671B configuration on a laptop must not die out of memory after minutes. So before torchrun the planner's memory model
+(plan/memory.py) is asked about the processes that there really are and the memory that each of them really has: that of
+a GPU, or its share of what this machine has left. A run is refused where even a prediction that is a tenth too high
+leaves no room; what is closer than that starts, with a warning.
+
+The refusal shows the plan for the hardware that the file names in [plan], what it would take here, and what to do. The
+same goes for a file laid out for another number of processes than there are. Imports no torch.
+"""
+
+import re
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from titan_moe.config import Config
+from titan_moe.config_check import check, model_flavor
+from titan_moe.plan import activations, parameters, report
+from titan_moe.plan.hardware import HARDWARE
+from titan_moe.plan.job import Job
+from titan_moe.plan.memory import BYTES, GIB, OUTSIDE_GIB, Entry, predict_memory
+
+PREDICTION_TOO_HIGH = 1.1
+"""Peaks were up to 9 % below their prediction (docs/planner.md)"""
+PYTHON_GIB = 0.7
+"""Python, torch and gloo in a process that has no model yet"""
+WIDER_IN_FP32 = ("activations", "gathered parameters", "working set", "dispatcher")
+"""Groups of memory that the planner counts in bf16"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What one process of a run has."""
+
+    name: str
+    memory: float
+    """Bytes, of which the process may take all"""
+    gpu: bool
+
+
+def this_machine(processes: int, gpus: bool) -> Machine | None:
+    """What each of so many processes has here; None if nothing tells."""
+    if gpus:
+        return _gpu()
+    available = _available_bytes()
+    if available is None:
+        return None
+    shared = f", shared by {processes} processes" if processes > 1 else ""
+    return Machine(name=f"a CPU with {available / GIB:,.1f} GiB left{shared}", memory=available / processes, gpu=False)
+
+
+def _gpu() -> Machine | None:
+    """The smallest GPU."""
+    query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=15).stdout.splitlines()
+        mib, name = min((float(line.split(", ", 1)[0]), line.split(", ", 1)[1]) for line in lines)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None  # a driver that does not answer is not this check's business
+    return Machine(name=f"{name} with {mib / 1024:,.1f} GiB", memory=mib * 2**20, gpu=True)
+
+
+def _available_bytes() -> int | None:
+    """Memory that this machine, or the container that this is in, has left."""
+    try:
+        found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    if found is None:
+        return None
+    limits = [int(found[1]) * 1024]
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # no limit ("max"), or no such file
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+        limits.append(limit - used + (int(cache[1]) if cache else 0))  # files that were read can be forgotten
+    return max(min(limits), 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run needs
+
+
+def needed_bytes(config: Config, world_size: int, machine: Machine) -> float:
+    """Predicted peak of the fullest process, of a configuration that `check` finds nothing wrong with."""
+    hardware = replace(HARDWARE["H100"], hbm_gb=machine.memory / 1e9)  # of its rates, memory needs none
+    job = Job.from_config(config, world_size, hardware)
+    memory = predict_memory(job, activations.GPU if machine.gpu else activations.CPU)
+    wider = 2 if config.training.mixed_precision_param == "float32" else 1
+
+    def size(entry: Entry) -> float:
+        return entry.size * (wider if entry.group in WIDER_IN_FP32 else 1)
+
+    outside = (OUTSIDE_GIB if machine.gpu else PYTHON_GIB) * GIB
+    return sum(size(entry) for entry in memory.entries if entry.name != "CUDA context, NCCL, cuBLAS") + outside
+
+
+def least_bytes(config: Config, world_size: int) -> float:
+    """Parameters, gradients and two moments of one process, if they could be cut evenly."""
+    return 4 * BYTES[config.training.dtype] * parameters.total(model_flavor(config)) / world_size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is said
+
+
+def refusal(config: Config, name: str, world_size: int, machine: Machine | None, accelerator: bool) -> str | None:
+    """Why this many processes here cannot train the configuration called `name`, with its plan and the way out; None
+    if they can, or if it has mistakes of its own, which are told elsewhere."""
+    if check(config, world_size, accelerator=accelerator):
+        planned = config.plan.gpus
+        if planned is None or planned == world_size or check(config, planned):
+            return None
+        wrong = f"is laid out for {planned:,} GPUs (plan.gpus), and {_processes(world_size)} cannot be laid out so"
+        needs = f"at least {least_bytes(config, world_size) / GIB:,.1f} GiB, of weights, gradients and optimizer alone"
+    else:
+        if machine is None:
+            return None
+        needed = needed_bytes(config, world_size, machine)
+        if _fits(needed, machine):
+            return None
+        wrong = f"does not fit into the memory of {_processes(world_size)} here"
+        needs = f"{needed / GIB:,.1f} GiB"
+    here = machine.name if machine else "unknown memory"
+    lines = [f"{name}: {wrong}", "", *_plan(config), f"Here     {_processes(world_size)} on {here}; each needs {needs}"]
+    return "\n".join([*lines, "", *_remedies(config, name)])
+
+
+def occupied(config: Config, world_size: int, machine: Machine) -> str | None:
+    """Why a GPU that has only `machine.memory` left cannot take its part of the run, which `refusal` let pass."""
+    needed = needed_bytes(config, world_size, machine)
+    if _fits(needed, machine):
+        return None
+    return (
+        f"{machine.name} has {machine.memory / GIB:,.1f} GiB left, but the planner expects this run to need "
+        f"{needed / GIB:,.1f} GiB of it; end what else runs there, or lower training.local_batch_size, or recompute "
+        "more ([activation_checkpoint])"
+    )
+
+
+def _fits(needed: float, machine: Machine) -> bool:
+    return needed <= PREDICTION_TOO_HIGH * machine.memory
+
+
+def warning(config: Config, world_size: int, machine: Machine | None) -> str | None:
+    """About a run that may just fit. For a sound configuration that is not refused."""
+    if machine is None or (needed := needed_bytes(config, world_size, machine)) <= machine.memory:
+        return None
+    return (
+        f"this run may not fit: the planner expects {needed / GIB:,.1f} GiB per process, on {machine.name}; "
+        "lower training.local_batch_size, or recompute more ([activation_checkpoint])"
+    )
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count:,} processes"
+
+
+def _plan(config: Config) -> list[str]:
+    """The head of --plan's report for the hardware that the file is for."""
+    if not config.plan.hardware or config.plan.gpus is None:
+        return []
+    try:
+        return [*report.summary(report.make(config, "")), ""]
+    except ValueError:  # overrides that do not fit the file's [plan]: this check is not about them
+        return []
+
+
+def _remedies(config: Config, name: str) -> list[str]:
+    lines, run = ["What to do"], f"./run_train.sh {name}"
+    if config.plan.gpus is not None:
+        gpus = f"{config.plan.gpus:,} {config.plan.hardware or 'GPUs'}"
+        lines.append(f"  train it on {gpus}: this command on each of NNODES nodes, with NGPU processes")
+    return [
+        *lines,
+        f"  try its structure here, with few and narrow layers: {run} --model.scale_down",
+        f"  look for a layout that fits: {run} --plan --plan.hardware=GPU --plan.gpus=NUMBER",
+        "    with other degrees, a smaller training.local_batch_size, more recompute, or fewer model.n_layers",
+    ]
