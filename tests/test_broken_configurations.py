@@ -27,11 +27,14 @@ from titan_moe import (
     launch,
     mesh_check,
     mixture_check,
+    moe_check,
     pipeline_check,
     preflight,
     recompute_facts,
     te_ep_check,
+    te_router_check,
     titan02,
+    titan_dispatchers_check,
 )
 from titan_moe.config_file import LEAVES, SECTIONS
 from titan_moe.config_keys import build, get, not_none
@@ -124,6 +127,16 @@ def from_torchtitan() -> Iterator[Case]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Written by hand: what must hold between keys, files and the command line
 
+UNFIT_FOR_A_LIBRARY = """parallelism.expert_parallel_degree = 3
+training.mixed_precision_param = "float32"
+moe.capacity_factor = 1.25
+moe.recv_buffer = 1.5
+moe.redispatch = true
+activation_checkpoint.mode = "full"
+model.dim = 260
+model.num_experts = 9
+model.num_expert_groups = 1
+model.num_limited_groups = 1"""
 TE_EP = 'moe.dispatcher = "te_ep"\nparallelism.expert_parallel_degree = 2'
 CASES = [
     # degrees and batch
@@ -203,6 +216,12 @@ CASES = [
     case('model.name = "qwen3"\n[activation_checkpoint]\nmode = "none"\nrecompute = ["mla_up_proj"]'),
     case('[activation_checkpoint]\nmode = "none"\nrecompute = ["norms", "swiglu"]\n[compile]\nenable = true'),
     # the MoE region
+    case('moe.router = "te"\nmoe.force_balance = "round_robin"'),
+    case('moe.router = "te"\nmodel.route_norm = false'),
+    case('moe.router = "te"\nmodel.score_func = "softmax"'),
+    *(case(f'moe.dispatcher = "{name}"\n{UNFIT_FOR_A_LIBRARY}', world=3) for name in ("deepep", "hybridep")),
+    Case(text='moe.dispatcher = "deepep"\nparallelism.expert_parallel_degree = 2', env={"NGPU": "2", "GPUS": "2"}),
+    case("moe.ranks_per_node = 2\nmoe.recv_buffer = 1.5\nparallelism.expert_parallel_degree = 4", world=4),
     case('moe.dispatcher = "te_ep"'),
     case(f'{TE_EP}\ntraining.mixed_precision_param = "float32"\nmoe.capacity_factor = 1.25', world=2),
     case(f"{TE_EP}\nmodel.dim = 260\nmodel.top_k = 33\nmodel.num_experts = 66", world=2),
@@ -369,7 +388,10 @@ def test_every_message_of_a_check_has_a_case() -> None:
     """Each text in the checks that reads like a message, as a pattern, is found among the golden messages."""
     given = GOLDEN.read_text(encoding="utf-8")
     missing = []
-    modules = (config_check, flavors, launch, mesh_check, mixture_check, pipeline_check, recompute_facts, te_ep_check)
+    modules = (
+        *(config_check, flavors, launch, mesh_check, mixture_check, moe_check, pipeline_check, recompute_facts),
+        *(te_ep_check, te_router_check, titan_dispatchers_check),
+    )
     for module in modules:
         path = Path(module.__file__ or "")
         for line, pattern in templates(ast.parse(path.read_text(encoding="utf-8"))):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.moe.test_dispatch import RefuseCopiesToHost
+from tests.sync_free import RefuseCopiesToHost
 from tests.te_doubles import DOUBLES
 from titan_moe import config_check, config_file, launch, titan_dispatchers_check
 from titan_moe.moe import layout
