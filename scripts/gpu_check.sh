@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # usage: scripts/gpu_check.sh REPORT.md
 #
-# Runs the tests that need GPUs, and times experts and dispatchers on the GPUs of this machine; the tables go to REPORT.md
-# too. Under 5 minutes, after the set-up, which builds Transformer Engine once (20 minutes on two cores).
+# Runs the tests that need GPUs, and times experts and dispatchers on the GPUs of this machine; the tables go to
+# REPORT.md too. Sized for 5 minutes, which no GPU has shown yet; the set-up before it builds Transformer Engine once,
+# 20 minutes on two cores.
 set -euo pipefail
 
 [[ $# -eq 1 ]] || { sed -n '2s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
