@@ -38,6 +38,7 @@ __all__ = [
     "microbatches_per_step",
     "model_flavor",
     "sequences_per_step",
+    "unsound",
 ]
 
 # What a single number must satisfy, and the keys it goes for: outside, something later crashes or, worse, does not.
@@ -111,6 +112,15 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += _recompute(config, flavor)
     found += _lengths(config, flavor.max_seq_len)
     return found
+
+
+def unsound(config: Config) -> list[str]:
+    """Of what `check` finds, that which is about single numbers and the model's sizes: nothing follows from these."""
+    try:
+        sizes = flavors.problems(model_flavor(config))
+    except ValueError as error:
+        sizes = [str(error)]
+    return [*_numbers(config).values(), *sizes]
 
 
 def model_flavor(config: Config) -> flavors.Flavor:
