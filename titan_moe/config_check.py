@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from titan_moe import (
+    flavor_check,
     flavors,
     mesh_check,
     mixture_check,
@@ -99,7 +100,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
         flavor = model_flavor(config)
     except ValueError as error:  # a flavor of another family: nothing can be calculated
         return [*numbers.values(), str(error), *_files(config)]
-    found = [*numbers.values(), *flavors.problems(flavor), *_files(config)]
+    found = [*numbers.values(), *flavor_check.problems(flavor), *_files(config)]
     unsound = numbers.keys()  # one of them keeps only those checks from making sense that calculate with it
     found += mesh_check.check(config, world_size, flavor, unsound)
     if accelerator and not unsound & {mesh_check.CP, mesh_check.SEQ_LEN}:
@@ -117,7 +118,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
 def unsound(config: Config) -> list[str]:
     """Of what `check` finds, that which is about single numbers and the model's sizes: nothing follows from these."""
     try:
-        sizes = flavors.problems(model_flavor(config))
+        sizes = flavor_check.problems(model_flavor(config))
     except ValueError as error:
         sizes = [str(error)]
     return [*_numbers(config).values(), *sizes]
