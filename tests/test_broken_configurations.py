@@ -23,6 +23,7 @@ from unittest.mock import patch
 from titan_moe import (
     config_check,
     config_file,
+    flavor_check,
     flavors,
     launch,
     mesh_check,
@@ -389,8 +390,8 @@ def test_every_message_of_a_check_has_a_case() -> None:
     given = GOLDEN.read_text(encoding="utf-8")
     missing = []
     modules = (
-        *(config_check, flavors, launch, mesh_check, mixture_check, moe_check, pipeline_check, recompute_facts),
-        *(te_ep_check, te_router_check, titan_dispatchers_check),
+        *(config_check, flavor_check, flavors, launch, mesh_check, mixture_check, moe_check, pipeline_check),
+        *(recompute_facts, te_ep_check, te_router_check, titan_dispatchers_check),
     )
     for module in modules:
         path = Path(module.__file__ or "")

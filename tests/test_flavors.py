@@ -7,7 +7,8 @@ import pytest
 
 from titan_moe.config import Config, Model
 from titan_moe.config_file import model_flavor
-from titan_moe.flavors import FAMILIES, FLAVORS, PUBLISHED, Flavor, problems, resolve
+from titan_moe.flavor_check import problems
+from titan_moe.flavors import FAMILIES, FLAVORS, PUBLISHED, Flavor, resolve
 
 OF_THE_FAMILY = ("attention", "qk_norm")
 """Fields that model.name decides"""

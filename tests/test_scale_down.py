@@ -79,6 +79,14 @@ def test_backends_of_gpus_give_way():
     assert [scale_down(config, n)[0].moe.ranks_per_node for n in (1, 2, 4)] == [None, None, 2]
 
 
-def test_a_flavor_of_another_family_is_named_not_scaled():
-    loaded = config_file.read([FILES[-1], "--model.scale_down", "--model.flavor=671B"])
-    assert "is no size of model.name" in check(loaded.config, 1)[0]
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("--model.flavor=671B", "is no size of model.name"),
+        ("--model.num_expert_groups=0", "must be at least 1"),
+        ("--parallelism.expert_parallel_degree=0", "must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_named_not_scaled(word, named):
+    loaded = config_file.read([FILES[-1], "--model.scale_down", word])
+    assert loaded.problems == [] and named in check(loaded.config, 1)[0]

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from titan_moe import (
+    flavor_check,
     flavors,
     mesh_check,
     mixture_check,
@@ -38,6 +39,7 @@ __all__ = [
     "microbatches_per_step",
     "model_flavor",
     "sequences_per_step",
+    "unsound",
 ]
 
 # What a single number must satisfy, and the keys it goes for: outside, something later crashes or, worse, does not.
@@ -98,7 +100,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
         flavor = model_flavor(config)
     except ValueError as error:  # a flavor of another family: nothing can be calculated
         return [*numbers.values(), str(error), *_files(config)]
-    found = [*numbers.values(), *flavors.problems(flavor), *_files(config)]
+    found = [*numbers.values(), *flavor_check.problems(flavor), *_files(config)]
     unsound = numbers.keys()  # one of them keeps only those checks from making sense that calculate with it
     found += mesh_check.check(config, world_size, flavor, unsound)
     if accelerator and not unsound & {mesh_check.CP, mesh_check.SEQ_LEN}:
@@ -111,6 +113,15 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += _recompute(config, flavor)
     found += _lengths(config, flavor.max_seq_len)
     return found
+
+
+def unsound(config: Config) -> list[str]:
+    """Of what `check` finds, that which is about single numbers and the model's sizes: nothing follows from these."""
+    try:
+        sizes = flavor_check.problems(model_flavor(config))
+    except ValueError as error:
+        sizes = [str(error)]
+    return [*_numbers(config).values(), *sizes]
 
 
 def model_flavor(config: Config) -> flavors.Flavor:

@@ -16,7 +16,7 @@ import tomli
 
 from titan_moe import mixture_check, titan02, toml_text
 from titan_moe.config import Config, DataSource
-from titan_moe.config_check import check, model_flavor
+from titan_moe.config_check import check, model_flavor, unsound
 from titan_moe.config_keys import LEAVES, SECTIONS, build, converted, not_none, printable, shown, unknown, wrong
 from titan_moe.config_print import literal, to_toml
 from titan_moe.mistakes import ConfigError
@@ -339,11 +339,10 @@ class _Reading:
 
     def twin(self, config: Config, world_size: int) -> Config:
         """The twin of `config`; what it changes was set by model.scale_down, or is at its default there."""
-        origin = f"model.scale_down ({self.origins['model.scale_down']})"
-        try:
-            twin, changed = scale_down(config, world_size, {k for k, at in self.origins.items() if at == COMMAND_LINE})
-        except ValueError:  # a flavor of another family, which `check` is there to say
+        if unsound(config):  # nothing can be calculated, and `check` is there to say why
             return config
+        origin = f"model.scale_down ({self.origins['model.scale_down']})"
+        twin, changed = scale_down(config, world_size, {k for k, at in self.origins.items() if at == COMMAND_LINE})
         self.origins |= dict.fromkeys(changed, origin)
         return twin
 

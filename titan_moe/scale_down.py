@@ -58,8 +58,8 @@ PORTABLE = {
 
 
 def scale_down(config: Config, world_size: int, keep: Collection[str] = ()) -> tuple[Config, list[str]]:
-    """(the twin of `config` for `world_size` processes, the keys that it changed). Keys in `keep` stay. Raises
-    ValueError for a flavor that model.name does not have."""
+    """(the twin of `config` for `world_size` processes, the keys that it changed). Keys in `keep` stay. `config` is not
+    `unsound`."""
     twin, changed = deepcopy(config), []
 
     def put(values: dict[str, Any]) -> None:
