@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
@@ -111,13 +112,18 @@ def test_the_reference_is_right_where_it_does_not_quantize():
 
 
 @pytest.mark.parametrize(
-    ("counts", "tail", "late"),
-    [([256, 0, 512], 256, False), ([512, 256], 0, True), ([256], 0, False), ([0, 0, 0], 256, False)],
+    ("counts", "tail", "late", "width"),
+    [
+        ([256, 0, 512], 256, False, 2 * D),  # tiles of scales in both directions
+        ([512, 256], 0, True, D),
+        ([256], 0, False, D),
+        ([0, 0, 0], 256, False, D),
+    ],
     ids=str,
 )
-def test_multiplies_what_it_should_have_quantized(counts, tail, late):
+def test_multiplies_what_it_should_have_quantized(counts, tail, late, width):
     """Only roundings to bf16 are between the two."""
-    tensors = small(counts, tail)
+    tensors = problem(counts, torch.bfloat16, tail=tail, D=width, F=F)
     tensors[0][: counts[0]] *= 100  # slabs and columns of other magnitude, so that a scale of a neighbour shows
     tensors[0][:, 32:64] *= 1e-3
     tensors[3][:, ::7] *= 30
@@ -257,6 +263,18 @@ def test_a_split_backward_runs_each_kernel_once(called):
     stage_backward_weight(iter(w), groups)
     assert called == ["dglu", "quant", "wgrad", "wgrad"] and fp8_tensors() == 0
     assert all(torch.equal(a, b) for a, b in zip((grad_x, w[0].grad, w[1].grad), expected, strict=True))
+
+
+def test_recompute_changes_nothing(called):
+    x_RD, weight_R, w13, w2, grad_RD = small([256, 256])
+    leaves = [t.requires_grad_() for t in (x_RD, weight_R, w13, w2)]
+    arguments = x_RD, torch.tensor([256, 256]), weight_R, w13, w2
+    expected = torch.autograd.grad(EXPERTS["te_fused"](*arguments), leaves, grad_RD)
+    called.clear()
+    y = checkpoint(EXPERTS["te_fused"], *arguments, use_reentrant=False)
+    gradients = torch.autograd.grad(y, leaves, grad_RD)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected))
+    assert called[:4] == ["glu", "quant"] * 2
 
 
 @pytest.mark.parametrize("frozen", ["x", "w13", "w2", "weights"])
