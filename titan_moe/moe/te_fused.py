@@ -33,7 +33,7 @@ from titan_moe.moe.te_experts import HostSplits
 from titan_moe.moe.te_mxfp8 import ALIGNMENT, BLOCK, MAX_EXPERTS, Gemms, Quantized
 
 OLDEST_FRONTEND = "1.32.0"  # of cuDNN: its kernels are called here as this version declares them
-MAX_ELEMENTS = 2**31 - 1  # of one matrix: the kernels count in 32 bits
+MAX_ELEMENTS = 2**31 - 1  # of one matrix: nothing says that the kernels count in more than 32 bits
 
 
 def fused(
