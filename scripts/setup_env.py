@@ -156,7 +156,7 @@ def te_commands(python: str) -> list[tuple[dict[str, str], list[str]]]:
         "PATH": f"{prefix / 'bin'}:{os.environ.get('PATH', os.defpath)}",  # ninja
     }
     pip = [python, "-m", "pip", "install"]
-    tools = ["setuptools", "wheel", "packaging", "ninja", "cuda-toolkit[nvcc,cccl]", "nvidia-cudnn-frontend>=1.29.0"]
+    tools = ["setuptools", "wheel", "packaging", "ninja", "cuda-toolkit[nvcc,cccl]", "nvidia-cudnn-frontend>=1.32.0"]
     return [
         ({}, [*pip, TE_PACKAGES[0], *tools]),
         # No cache: pip would take an extension that it once built against another torch.

@@ -1,5 +1,6 @@
-"""Doubles of Transformer Engine (tests/doubles): they hold our calls to its documented rules and compute right results
-on a CPU, over gloo. `install` puts them where `import transformer_engine` finds them, in this process alone."""
+"""Doubles of Transformer Engine and of the kernels in cuDNN's frontend (tests/doubles): they hold our calls to their
+documented rules and compute right results on a CPU, over gloo. `install` puts them where `import transformer_engine`
+finds them, in this process alone."""
 
 import contextlib
 import sys
@@ -18,11 +19,12 @@ FACTS = te.Facts(
     nccl_ep=True,
     nvcc="/usr/local/cuda/bin/nvcc",
     nccl_headers="/usr/include",
+    cudnn_frontend="1.32.0",
 )
 """A Blackwell GPU with everything in place"""
 
 
-PACKAGES = ("transformer_engine", "transformer_engine_torch")
+PACKAGES = ("transformer_engine", "transformer_engine_torch", "cudnn")
 LOOK = te.facts
 """What finds the facts of the real machine"""
 

@@ -269,7 +269,7 @@ def test_te_is_built_once_with_a_gpu_and_never_required(sandbox):
     (sandbox.venv / ".titan_moe_te").unlink()
     assert sandbox.setup(TITAN_MOE_TE="")[:2] == (0, f"{sandbox.python}\n")
     assert [" ".join(call.split()[-2:]) for call in sandbox.pip_calls()] == [
-        "cuda-toolkit[nvcc,cccl] nvidia-cudnn-frontend>=1.29.0",
+        "cuda-toolkit[nvcc,cccl] nvidia-cudnn-frontend>=1.32.0",
         "--no-cache-dir transformer-engine-torch==2.20.2",
         "nvidia-nccl-cu13==2.32.3 nvidia-cublas==13.10.0.20",
     ]

@@ -23,7 +23,7 @@ from titan_moe.preflight import data_problems
 NEEDS_GPU = {
     "checkpoint.async_mode": ("async_with_pinned_mem",),
     "moe.dispatcher": ("te_ep", "deepep", "hybridep"),
-    "moe.experts": ("te",),
+    "moe.experts": ("te", "te_fused"),
     "moe.router": ("te",),
 }
 """Values that only a GPU can do. Backends and number types that need one join here when they are built in"""

@@ -68,7 +68,8 @@ def moe_settings(config: Config) -> dict[str, Any]:
     """The [moe] section as `fuse` wants it."""
     m, f = config.moe, model_flavor(config)
     dtype = getattr(torch, config.training.mixed_precision_param)
-    experts, _ = choose_experts(m.experts, DEVICE_TYPE, dtype, f.dim, f.moe_hidden_dim)
+    local_experts = f.num_experts // config.parallelism.expert_parallel_degree
+    experts, _ = choose_experts(m.experts, DEVICE_TYPE, dtype, f.dim, f.moe_hidden_dim, local_experts)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     return {
         "dispatcher": m.dispatcher,

@@ -5,7 +5,7 @@ from titan_moe.config_print import literal
 from titan_moe.mesh_check import choices
 
 HERE_DISPATCHERS = ("auto", "local", "alltoall", "dedup", "te_ep", "deepep", "hybridep")
-HERE_EXPERTS = ("auto", "loop", "grouped_mm", "te")
+HERE_EXPERTS = ("auto", "loop", "grouped_mm", "te", "te_fused")
 """Backends of the MoE region that exist; the schema also knows the names of those to come"""
 
 

@@ -20,7 +20,7 @@ from titan_moe.machine_check import Machine, occupied
 from titan_moe.mesh_check import microbatch_size, microbatches_per_step, region_tokens
 from titan_moe.metrics import Metrics
 from titan_moe.moe.balance import balanced_random_ids
-from titan_moe.moe.layer import ALIGNMENT, choose_dispatcher, choose_experts
+from titan_moe.moe.layer import choose_dispatcher, choose_experts, slab_alignment
 from titan_moe.moe.layout import destinations, static_rows
 from titan_moe.pipeline_layout import pipeline_layout
 from titan_moe.recompute_facts import saved_bytes
@@ -90,14 +90,15 @@ def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
     dispatcher, why = choose_dispatcher(m.dispatcher, ep)
     tokens = region_tokens(config)
     hidden = flavor.moe_hidden_dim // (1 if ep > 1 else parallel_dims.tp)
-    experts, reason = choose_experts(m.experts, DEVICE_TYPE, dtype, flavor.dim, hidden)
+    local_experts = flavor.num_experts // ep
+    experts, reason = choose_experts(m.experts, DEVICE_TYPE, dtype, flavor.dim, hidden, local_experts)
     lines = [f"MoE: dispatcher {dispatcher} ({why}); experts {experts} ({reason}), weighting {m.weighting}"]
     if m.capacity_factor is not None:
         lines.append(f"MoE: capacity factor {m.capacity_factor} drops by {m.drop_policy}; dropped copies are reported")
     rows, load = tokens * flavor.top_k, " at an even load"
     if ep > 1 and m.recv_buffer != "exact":
         factor = None if isinstance(m.recv_buffer, str) else m.recv_buffer
-        rows, load = static_rows(factor, tokens, flavor.top_k, flavor.num_experts // ep, ALIGNMENT, ep), ""
+        rows, load = static_rows(factor, tokens, flavor.top_k, local_experts, slab_alignment(experts), ep), ""
         lines.append(
             f"MoE: a rank has room for {rows:,} rows per layer and microbatch, {rows / (tokens * flavor.top_k):.2f} "
             f"times the mean, whatever arrives (moe.recv_buffer = {literal(m.recv_buffer)})"

@@ -39,10 +39,7 @@ def problems(*arguments: str, world: int = 4) -> str:
         (["--moe.sequence_loss_coeff=-1"], ["moe.sequence_loss_coeff = -1.0: must be at least 0"]),
         (["--moe.force_balance=round_robin"], []),
         (["--moe.experts=te"], []),
-        (
-            ["--moe.experts=te_fused"],
-            ['moe.experts = "te_fused": is not built in yet; available: auto, loop'],
-        ),
+        (["--moe.experts=te_fused"], []),
         (["--moe.dispatcher=dedup", "--moe.ranks_per_node=2", "--parallelism.expert_parallel_degree=4"], []),
     ],
 )

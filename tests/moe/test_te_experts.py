@@ -20,7 +20,7 @@ from tests import te_doubles
 from tests.moe.test_experts import SLABS, TOLERANCE, assert_close, oracle, problem, run
 from tests.moe.test_layer import layers, tokens
 from tests.sync_free import fake_group, sync_free
-from titan_moe.moe import te, te_fused
+from titan_moe.moe import te
 from titan_moe.moe.contract import Dispatcher
 from titan_moe.moe.dispatch import make_dispatcher
 from titan_moe.moe.experts import EXPERTS, Source
@@ -294,35 +294,6 @@ def test_the_report_says_where_slab_sizes_are_read_and_why(changes, dtype, hidde
         assert why == "as configured; slab sizes stay on the device"
     else:
         assert all(part in why for part in ["the host reads the slab sizes, because", *said]), why
-
-
-def test_fused_kernels_are_refused_with_every_reason():
-    te.facts = lambda: replace(FACTS, capability=(9, 0))
-    with pytest.raises(ValueError) as error:
-        choose_experts("te_fused", "cpu", torch.float32, 60, 64)
-    for part in (
-        "capability 10.x",
-        "has 9.0",
-        "NVTE_CUTEDSL_FUSED_GROUPED_MLP=1",
-        "MXFP8",
-        "not torch.float32",
-        "D = 60",
-    ):
-        assert part in str(error.value)
-    env = {"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
-    assert te_fused.problems(FACTS, env, torch.bfloat16, 128, 64, recipe="mxfp8") == []
-    assert "not installed" in te_fused.problems(te.Facts(), env, torch.bfloat16, 128, 64, recipe="mxfp8")[0]
-
-
-def test_the_fused_order_of_rows_and_back():
-    """As TE writes it down: gate[0:32], up[0:32], gate[32:64], up[32:64], ..."""
-    w13_EF2D = torch.randn(3, 96, 2, 5, dtype=torch.float64, requires_grad=True)
-    w_E2FD = te_fused.interleave(w13_EF2D)
-    blocks = [w13_EF2D[:, first : first + 32, half] for first in (0, 32, 64) for half in (0, 1)]
-    assert torch.equal(w_E2FD, torch.cat(blocks, 1)) and torch.equal(te_fused.deinterleave(w_E2FD), w13_EF2D)
-    grad_E2FD = torch.randn_like(w_E2FD)
-    w_E2FD.backward(grad_E2FD)
-    assert torch.equal(w13_EF2D.grad, te_fused.deinterleave(grad_E2FD))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

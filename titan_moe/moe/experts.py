@@ -105,11 +105,11 @@ def by_gemm(
     def weighted_h(gate_up_R2F: Tensor, weight_R: Tensor) -> Tensor:
         return left.pop() if left else swiglu(gate_up_R2F, weight_R, gemm)
 
-    wgrad = _wgrad_node(gemm, w2_EDF, x_RD.shape, weighted_h, gate_up_R2F, weight_R)
+    wgrad = wgrad_node(gemm, w2_EDF, x_RD.shape, weighted_h, gate_up_R2F, weight_R)
     h_RF = _SwiGLU.apply(gate_up_R2F, weight_R, gemm, late, left if w2_EDF.requires_grad else None)
     y_RD = _Dgrad.apply(h_RF, w2_EDF.detach(), gemm)
     # Late: y is scaled in forward alone. SwiGLU's backward, which scales either way, would do it twice.
-    return _Join.apply(y_RD, wgrad, weight_R if late else None)
+    return Join.apply(y_RD, wgrad, weight_R if late else None)
 
 
 EXPERTS: dict[str, Callable[..., Tensor]] = {"loop": loop, "grouped_mm": grouped_mm}
@@ -214,7 +214,7 @@ class _PiecewiseGemm:
 def _linear(gemm: GroupedGemm, x_RI: Tensor, w_EOI: Tensor, source: Source | None) -> Tensor:
     """y = x w^T for each slab, as three nodes:
 
-                    y         backward of _Join hands dy to both
+                    y         backward of Join hands dy to both
                   /   \\
           _Dgrad(x)   _Wgrad(w)       neither knows the other's input
 
@@ -222,11 +222,11 @@ def _linear(gemm: GroupedGemm, x_RI: Tensor, w_EOI: Tensor, source: Source | Non
     """
     y_RO = _Dgrad.apply(x_RI, w_EOI.detach(), gemm)
     if source is None:
-        return _Join.apply(y_RO, _wgrad_node(gemm, w_EOI, y_RO.shape, None, x_RI), None)
-    return _Join.apply(y_RO, _wgrad_node(gemm, w_EOI, y_RO.shape, source.gather, source.x_TD), None)
+        return Join.apply(y_RO, wgrad_node(gemm, w_EOI, y_RO.shape, None, x_RI), None)
+    return Join.apply(y_RO, wgrad_node(gemm, w_EOI, y_RO.shape, source.gather, source.x_TD), None)
 
 
-def _wgrad_node(gemm, w_EOI: Tensor, shape: torch.Size, again: Callable[..., Tensor] | None, *kept: Tensor) -> Tensor:
+def wgrad_node(gemm, w_EOI: Tensor, shape: torch.Size, again: Callable[..., Tensor] | None, *kept: Tensor) -> Tensor:
     """The weight's part of y: a stand-in of its shape without memory. `again` makes the GEMM's input of `kept`."""
     return _Wgrad.apply(w_EOI, gemm, shape, again, *(tensor.detach() for tensor in kept))
 
@@ -259,7 +259,7 @@ class _Wgrad(torch.autograd.Function):
         return ctx.gemm.wgrad(grad_RO, x_RI), *(None,) * (3 + len(kept))
 
 
-class _Join(torch.autograd.Function):
+class Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_RO, wgrad, scale_R):
         return y_RO.view_as(y_RO) if scale_R is None else (y_RO * scale_R[:, None]).to(y_RO.dtype)

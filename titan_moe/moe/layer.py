@@ -21,7 +21,6 @@ Shape letters: B batch, L sequence, T = B*L tokens, D model width, K top-k, E ex
 received.
 """
 
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,6 +46,11 @@ from titan_moe.moe.te_router import TERouter
 ALIGNMENT = 16 if DEVICE_TYPE == "cpu" else 128
 
 
+def slab_alignment(experts: str) -> int:
+    """Slab sizes are multiples of it, for an experts backend as `choose_experts` gave it."""
+    return te_fused.ALIGNMENT if experts == "te_fused" else ALIGNMENT
+
+
 class FusedExperts(GroupedExperts):
     """torchtitan's experts with gate and up in one parameter, on the backends of experts.py."""
 
@@ -70,7 +74,8 @@ class FusedExperts(GroupedExperts):
         w13_EF2D, w2_EDF = (
             (w.to_local() if isinstance(w, DTensor) else w).to(x_RD.dtype) for w in (self.w13_EF2D, self.w2_EDF)
         )
-        backend, _ = choose_experts(self.backend, x_RD.device.type, x_RD.dtype, *w2_EDF.shape[1:])
+        local_experts, dim, hidden = w2_EDF.shape
+        backend, _ = choose_experts(self.backend, x_RD.device.type, x_RD.dtype, dim, hidden, local_experts)
         return EXPERTS[backend](x_RD, counts_E, weight_R, w13_EF2D, w2_EDF, late=self.late, source=source)
 
 
@@ -120,7 +125,7 @@ class FusedRoutedExperts(RoutedExperts):
             name,
             num_experts=self.config.token_dispatcher.num_experts,
             top_k=self.config.token_dispatcher.top_k,
-            alignment=ALIGNMENT,
+            alignment=slab_alignment(self.inner_experts.backend),
             capacity_factor=self.config.capacity_factor,
             drop_policy=self.config.drop_policy,
             ep_group=ep_group,
@@ -253,8 +258,11 @@ def choose_dispatcher(name: str, ranks: int) -> tuple[str, str]:
     return "dedup", f"sends a token once to each of the {ranks} expert-parallel ranks, not once per expert"
 
 
-def choose_experts(name: str, device: str, dtype: torch.dtype, dim: int, hidden: int) -> tuple[str, str]:
-    """(experts backend, why). Raises ValueError for a backend that cannot compute these."""
+def choose_experts(
+    name: str, device: str, dtype: torch.dtype, dim: int, hidden: int, local_experts: int = 1
+) -> tuple[str, str]:
+    """(experts backend, why) for experts of these sizes, so many on a rank. Raises ValueError for a backend that cannot
+    compute them."""
     problem = grouped_mm_problem(device, dtype, dim, hidden)
     if name == "auto":
         return ("grouped_mm", "one grouped GEMM for all experts") if problem is None else ("loop", problem)
@@ -266,8 +274,9 @@ def choose_experts(name: str, device: str, dtype: torch.dtype, dim: int, hidden:
             raise ValueError(f'moe.experts = "te": {problem}; available here: "{portable}"')
         return name, f"as configured; {te_experts.how(te.facts(), dtype, dim, hidden)}"
     if name == "te_fused":
-        said = te_fused.problems(te.facts(), os.environ, dtype, dim, hidden, recipe=None)
-        raise ValueError(f'moe.experts = "te_fused": the fused kernels: {"; ".join(said)}; available: "{portable}"')
+        if said := te_fused.problems(te.facts(), dtype, dim, hidden, local_experts):
+            raise ValueError(f'moe.experts = "te_fused": {"; ".join(said)}; available here: "{portable}"')
+        return name, "as configured; GEMMs in MXFP8"
     return name, "as configured"
 
 

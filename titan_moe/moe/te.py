@@ -36,14 +36,14 @@ class Facts:
     nccl_ep: bool = False  # libnccl_ep.so is there
     nvcc: str | None = None  # the compiler that NCCL EP will call
     nccl_headers: str | None = None  # the folder with nccl.h that it will compile against
+    cudnn_frontend: str | None = None  # version of nvidia-cudnn-frontend
 
 
 @functools.cache
 def facts() -> Facts:
     """Look once. Importing TE takes seconds, so nobody asks who does not want TE."""
-    try:
-        version = metadata.version("transformer-engine")
-    except metadata.PackageNotFoundError:
+    version = _version("transformer-engine")
+    if version is None:
         return Facts()
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     try:
@@ -62,6 +62,7 @@ def facts() -> Facts:
         _has_nccl_ep(),
         _nvcc(),
         _nccl_headers(),
+        _version("nvidia-cudnn-frontend"),
     )
 
 
@@ -69,7 +70,7 @@ def problem(found: Facts) -> str | None:
     """Why no backend of TE can run here, or None."""
     if found.version is None:
         return f"Transformer Engine is not installed; install transformer-engine[core-cu13,pytorch]=={PINNED}"
-    if _release(found.version) < _release(PINNED):
+    if release(found.version) < release(PINNED):
         return f"Transformer Engine {found.version} is too old; install {PINNED}"
     if found.extension:
         return (
@@ -81,8 +82,16 @@ def problem(found: Facts) -> str | None:
     return None
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
+    """(2, 20, 2) of "2.20.2+cu13"."""
     return tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _nccl_version() -> tuple[int, int, int] | None:
