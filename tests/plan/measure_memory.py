@@ -11,6 +11,7 @@ are chosen more often only move rows from one rank to another.
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -73,6 +74,8 @@ def measure(arguments: list[str]) -> dict[str, float]:
     loss_fn, storages = run.loss_fn, Storages()
 
     def ends(output, *args, **kwargs):
+        dist.barrier()
+        time.sleep(0.2)  # gloo's threads let go of what was sent a moment after it has arrived
         found["activations"] = storages.alive()
         return loss_fn(output, *args, **kwargs)
 
