@@ -4,6 +4,7 @@
 #        ./run_train.sh CONFIG.toml [--section.key=value ...] --print_config    prints the resolved configuration
 #        ./run_train.sh CONFIG.toml --plan [--plan.hardware=GB300 --plan.gpus=256 --plan.json --plan.png=FOLDER ...]
 #        ./run_train.sh --doctor [CONFIG.toml] [--section.key=value ...]    checks this node, or all nodes of a job
+#        ./run_train.sh CONFIG.toml --comm.mode=fake_backend    a dry run: bytes and collectives of one rank, no GPU needed
 #        ./run_train.sh --help [SECTION or SECTION.KEY]    prints this and all keys, or those of one section in full
 #
 # Sets up .venv on first use, checks the configuration once, then starts one process per GPU with torchrun.
@@ -13,6 +14,7 @@
 # docs/cluster.md is about several nodes; scripts/train.slurm starts this on each node of a SLURM job.
 #
 #   NGPU           processes on this node (default: its visible GPUs, or 1)
+#   RANK           in a dry run: which of the NNODES x NGPU ranks to look at (default: 0)
 #   LOG_RANK       local ranks whose output is shown, as in 0,3 (default: 0)
 #   NNODES         nodes of the job (default: 1); start this script on each of them
 #   MASTER_ADDR    name of one of the nodes, the same on all, when NNODES > 1
@@ -105,6 +107,9 @@ fi
 
 python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
 [[ -z $prints ]] || exec "$python" -m titan_moe.launch "$config" "$@"
+if [[ " $* " =~ \ --comm\.mode[=\ ]fake_backend\  ]]; then
+    exec "$python" -m titan_moe.dry_run "$config" "$@"
+fi
 
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
 if [[ $gpus == 0 && -z ${OMP_NUM_THREADS:-} ]]; then # on CPUs, torchrun's default of one thread wastes the other cores

@@ -271,6 +271,7 @@ CASES = [
     case('metrics.save_tb_folder = "."'),
     case('checkpoint.initial_load_path = "."'),
     case('checkpoint.initial_load_path = "gone"\ncheckpoint.enable = true'),
+    case('comm.mode = "fake_backend"'),
     case("checkpoint.load_step = 5"),
     case("checkpoint.load_step = 5\ncheckpoint.enable = true", "--job.dump_folder=here"),
     Case(

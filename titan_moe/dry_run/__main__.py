@@ -1,0 +1,50 @@
+"""`python -m titan_moe.dry_run CONFIG.toml [--section.key=value ...]`: what run_train.sh does with
+--comm.mode=fake_backend. NNODES, NGPU and RANK in the environment say which rank of how many. Exit status 2 with all
+mistakes on stderr."""
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping
+
+from titan_moe import config_file
+from titan_moe.config_file import ConfigError
+from titan_moe.dry_run import check
+
+
+def main(argv: list[str], env: Mapping[str, str]) -> int:
+    start = time.monotonic()
+    try:
+        loaded = config_file.read(argv)
+        config, problems = loaded.config, []
+        config.comm.mode = "default"  # that it is asked for brought us here; the rest is the run that it stands for
+        world_size, rank = check.place(env, problems)
+        found = check.problems(config)
+        if world_size:
+            found = config_file.check(config, world_size, accelerator=True) + found
+        if problems := loaded.problems + problems + loaded.located(found):
+            raise ConfigError(loaded.file, problems)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    from titan_moe.dry_run import build, report  # not before the mistakes: they import torch
+
+    run, ledger, collectives = build.dry_run(config, world_size, rank)
+    result = report.DryRun(
+        config=config,
+        job=report.job_of(config, world_size),
+        rank=rank,
+        place=build.place_of(run),
+        microbatches=run.microbatches,
+        ledger=ledger,
+        collectives=collectives,
+        seconds=time.monotonic() - start,
+        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts KiB
+    )
+    print(report.to_text(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))
