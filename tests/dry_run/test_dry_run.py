@@ -1,15 +1,12 @@
-"""Dry runs of the debug model on meshes of every kind: that they run, what they count, and that bad ones are refused."""
+"""Dry runs of the debug model on meshes of every kind: that they run, what they count, and which are refused."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.cases import CP2, EP2, FULL, HSDP2, MTP1, PP2, SELECTIVE, TP2
-from tests.dry_run.harness import REPO, dry_runs
+from tests.dry_run.harness import dry_runs
 from titan_moe.dry_run.__main__ import main
 from titan_moe.dry_run.check import place
 
@@ -46,9 +43,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 def close_to_the_plan(run: dict[str, Any]) -> None:
-    """States within 3 %; activations, which planner and dry run count quite differently, within 10."""
+    """States within 3 %; activations, which planner and dry run come to on quite different ways, within 5."""
     for kind, planned in run["planned"].items():
-        assert planned == pytest.approx(run["most"][kind], rel=0.1 if kind == "activations" else 0.03), kind
+        assert planned == pytest.approx(run["most"][kind], rel=0.05 if kind == "activations" else 0.03), kind
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -65,7 +62,7 @@ def test_every_mesh_and_schedule_runs_and_is_close_to_the_plan(tmp_path: Path) -
 
 def test_accumulation_holds_whole_gradients_and_runs_two_microbatches(runs) -> None:
     run = runs["fsdp4_ep2"]
-    assert run["microbatches"] == 2 and run["place"] == {"dp_shard": 1, "ep": 1}
+    assert run["microbatches"] == 2 and run["place"] == {"dp_shard": 1, "ep": 1, "efsdp": 0}
     # In fp32, of all layers: four times the shard, or of the experts twice.
     assert run["most"]["unreduced gradients"] > 2 * run["most"]["gradients"]
 
@@ -93,16 +90,13 @@ def test_a_pipeline_sends_as_many_microbatches_as_it_takes_to_fill_it(runs) -> N
 # The command line
 
 
-def test_the_report(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "titan_moe.dry_run", *DEBUG, EP2, "--comm.mode=fake_backend"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NGPU": "2", "RANK": "1"}
-    finished = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=200)
-    assert finished.returncode == 0, finished.stderr
-    text = finished.stdout
-    assert "rank 1 of 2: dp_shard 1, ep 1" in text
+def test_the_report(runs) -> None:
+    text = runs["fsdp4_ep2"]["report"]
+    assert "rank 1 of 4: dp_shard 1, ep 1" in text and "2 of 3 microbatches of 2 x 512 tokens" in text
     assert "Not run: data, validation, checkpoints, torch.compile" in text
     for line in ("parameters", "gradients", "optimizer", "activations", "together", "all-to-all", "reduce-scatter"):
         assert f"\n  {line} " in text, text
+    assert "1F1B, stages of this rank: 0 (2 layers)" in runs["pp2_1f1b"]["report"]
 
 
 @pytest.mark.parametrize(

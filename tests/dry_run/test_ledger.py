@@ -32,7 +32,7 @@ def test_what_backward_lets_go_of_is_an_activation() -> None:
         ledger.label(x.grad, GRADIENTS)
     assert ledger.most(PARAMETERS) == ledger.most(GRADIENTS) == ROW
     assert ledger.most(ACTIVATIONS) == ROW
-    assert ledger.most(WORKING) == 2 * ROW  # results of sin and + 1, and in backward gradients on their way
+    assert 2 * ROW <= ledger.most(WORKING) < 2.01 * ROW  # a result or gradient on its way, and the next one
 
 
 def test_the_peak_is_told_by_kind() -> None:

@@ -2,7 +2,7 @@
 does, because a dry run has its process to itself.
 
 OUT/cases.json maps a name to [ranks, rank, arguments of train.py]; OUT/<name>.json gets what was held and sent, and the
-planner's figures, in bytes.
+planner's figures, in bytes, and the report.
 """
 
 from titan_moe.dry_run import build  # isort: skip - first: it decides what titan_moe.runtime sees
@@ -22,16 +22,15 @@ from titan_moe.dry_run.ledger import KINDS
 def dry_run(world_size: int, rank: int, arguments: list[str]) -> dict[str, Any]:
     config = config_file.load(arguments)
     config_file.raise_on_problems(config, world_size, accelerator=True)
-    run, ledger, collectives = build.dry_run(config, world_size, rank)
-    job, place = report.job_of(config, world_size), build.place_of(run)
+    run = build.dry_run(config, world_size, rank)
     return {
-        "most": {kind: ledger.most(kind) for kind in KINDS},
-        "peak": ledger.at_peak(),
-        "planned": report.planned_states(job, place.get("pp", 0)),
-        "planned_peak": report.planned_at_peak(job, place.get("pp", 0)),
-        "collectives": [[*kind, *total] for kind, total in collectives.counts.items()],
-        "place": place,
+        "most": {kind: run.ledger.most(kind) for kind in KINDS},
+        "peak": run.ledger.at_peak(),
+        "planned": report.planned_states(run.job, run.place.get("pp", 0)),
+        "collectives": [[*kind, *total] for kind, total in run.collectives.counts.items()],
+        "place": run.place,
         "microbatches": run.microbatches,
+        "report": report.to_text(run),
     }
 
 

@@ -30,20 +30,14 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         return 2
     from titan_moe.dry_run import build, report  # not before the mistakes: they import torch
 
-    run, ledger, collectives = build.dry_run(config, world_size, rank)
-    result = report.DryRun(
-        config=config,
-        job=report.job_of(config, world_size),
-        rank=rank,
-        place=build.place_of(run),
-        microbatches=run.microbatches,
-        ledger=ledger,
-        collectives=collectives,
-        seconds=time.monotonic() - start,
-        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts KiB
-    )
+    result = build.dry_run(config, world_size, rank)
     print(report.to_text(result))
+    print(f"Took {time.monotonic() - start:,.0f} s and {_most_memory() / 2**30:.2f} GiB of this machine's memory.")
     return 0
+
+
+def _most_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
 if __name__ == "__main__":

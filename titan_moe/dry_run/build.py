@@ -8,53 +8,64 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from titan_moe.dry_run import gpu  # isort: skip - first: it decides what titan_moe.runtime sees
-from titan_moe import runtime
-
 import torch
 import torch.distributed as dist
-import train
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
-from titan_moe import parallel
+import train
+from titan_moe import parallel, runtime
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.dry_run import routing
 from titan_moe.dry_run.collectives import AXES, Collectives
 from titan_moe.dry_run.ledger import BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, WORKING, Ledger
+from titan_moe.dry_run.report import DryRun, job_of
 from titan_moe.dry_run.watch import Watch
 from titan_moe.inputs import Batch
 from titan_moe.loss import build_loss
-from titan_moe.mesh_check import data_parallel_degree, microbatch_size, microbatches_per_step
+from titan_moe.mesh_check import data_parallel_degree, microbatch_size, microbatches_per_step, region_tokens
 from titan_moe.model import build_model
 from titan_moe.moe.contract import Dispatcher
 from titan_moe.moe.layer import moe_layers
+from titan_moe.moe.replay import Replay
 from titan_moe.optimizer import build_lr_schedulers, build_optimizers
 from titan_moe.pipeline import Pipeline
 
 
-def dry_run(config: Config, world_size: int, rank: int) -> tuple[train.Run, Ledger, Collectives]:
+def dry_run(config: Config, world_size: int, rank: int) -> DryRun:
     """What `rank` of `world_size` built, and what a step of it held and sent."""
     gpu.install()
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # FSDP's modules come from the meta device
     run = build(shortened(config, world_size), world_size, rank, fake)
     with fake:
-        return run, *watched_step(run)
+        ledger, collectives = watched_step(run)
+    return DryRun(
+        config=config,
+        job=job_of(config, world_size),
+        rank=rank,
+        place=place_of(run),
+        microbatches=run.microbatches,
+        ledger=ledger,
+        collectives=collectives,
+    )
 
 
 def shortened(config: Config, world_size: int) -> Config:
-    """`config` without compilation, and with no more microbatches per step than it takes to hold all that a longer step
-    would hold. Of gradient accumulation's, the first adds to nothing and the last reduces; twice as many as it has ranks
-    bring a pipeline to its steady state."""
+    """`config` without compilation, with torch's experts for all that keep the same tensors, and with no more
+    microbatches per step than it takes to hold what a longer step would hold: of gradient accumulation's the first adds
+    to nothing and the last reduces; twice as many as it has ranks bring a pipeline to its steady state."""
     p = config.parallelism
     pp = p.pipeline_parallel_degree
     microbatches = min(microbatches_per_step(config, world_size), 2 * pp)
     config = copy.deepcopy(config)
     config.compile.enable = False
+    config.moe.experts = "grouped_mm"
     t = config.training
     if pp > 1:
         t.local_batch_size, t.global_batch_size = microbatches * p.pipeline_parallel_microbatch_size, -1
@@ -97,6 +108,7 @@ def build(config: Config, world_size: int, rank: int, fake: FakeTensorMode) -> t
         checkpointer=cast(Any, SimpleNamespace(maybe_wait_for_staging=lambda: None)),
         metrics=cast(Any, SimpleNamespace(waiting_for_data=nullcontext, count=lambda tokens: None)),
         progress=train.Progress(),
+        replay=Replay("exact", model_parts, gpu.DEVICE),  # an even load overflows nothing
         spmd_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims),
     )
 
@@ -122,7 +134,8 @@ def tell_shapes(pipeline: Pipeline, config: Config, parallel_dims: ParallelDims)
 
 def stages_of(pipeline: Pipeline) -> list[PipelineStage]:
     schedule = pipeline.schedule
-    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    several = isinstance(schedule, PipelineScheduleMulti)
+    return schedule._stages if several else [cast(PipelineScheduleSingle, schedule)._stage]  # type: ignore[return-value]
 
 
 def step(run: train.Run) -> None:
@@ -159,10 +172,9 @@ def plan_evenly(run: train.Run, watching: Callable[[], AbstractContextManager]) 
     dispatchers = [moe.routed_experts.dispatcher for part in run.model_parts for moe in moe_layers(part).values()]
     if run.parallel_dims.ep == 1 or not dispatchers:
         return
-    config, dims = run.config, run.parallel_dims
-    tokens = microbatch_size(config) * config.training.seq_len // (dims.cp * dims.tp)
+    config = run.config
     forced = "natural" if config.moe.force_balance == "none" else config.moe.force_balance
-    sizes = routing.even_sizes(model_flavor(config), tokens, cast(Dispatcher, dispatchers[0]), forced)
+    sizes = routing.even_sizes(model_flavor(config), region_tokens(config), cast(Dispatcher, dispatchers[0]), forced)
     routing.plan_evenly(sizes, watching)
 
 

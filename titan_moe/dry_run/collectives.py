@@ -8,13 +8,11 @@ all-to-all of what is sent or received, this rank's own share included.
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.utils._pytree import tree_leaves
 from torchtitan.distributed import ParallelDims
-
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "efsdp")
 """The mesh axes that say where a rank is; other groups join some of them"""

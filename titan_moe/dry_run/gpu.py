@@ -2,9 +2,9 @@
 
 The tensors are the CPU's, because torch 2.14 built for CUDA cannot run backward on fake CUDA tensors of a machine
 without a GPU ("hasPrimaryContext expects a valid device index"), and because the report should be the same on every
-machine. The choices are those for a GPU (`runtime.DEVICE_TYPE` is "cuda"): slabs of 128 rows, FlexAttention, one grouped
-GEMM for all experts. Where torch would then choose by the tensor's device, `install` chooses for it. What counts is what
-an operation keeps for backward and how large it is:
+machine. The choices are those for a GPU (`runtime.DEVICE_TYPE` is "cuda"): slabs of 128 rows, FlexAttention, one
+grouped GEMM for all experts. Where torch would then choose by the tensor's device, `install` chooses for it. What
+counts is what an operation keeps for backward and how large it is:
 
 - RMS norm: one kernel that keeps its input and one number per row; a CPU's is made of steps.
 - FlexAttention, which needs a compiler: torch's attention operator of the same signature. Both keep q, k, v, the output
@@ -21,6 +21,7 @@ import warnings  # noqa: E402
 from typing import NamedTuple  # noqa: E402
 
 import titan_moe.runtime  # noqa: E402
+
 from torch import Tensor  # noqa: E402
 from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
@@ -39,9 +40,10 @@ _aten = torch.library.Library("aten", "IMPL")  # kernels are registered as long 
 def install() -> None:
     """From now on this process computes as if for a GPU; it cannot train any more."""
     parallel_dims.device_type = DEVICE.type
-    experts._PiecewiseGemm = experts._GroupedGemm
+    experts._PiecewiseGemm = experts._GroupedGemm  # type: ignore[assignment]
     attention.FlexAttention._compiled_flex_attn = staticmethod(flex_attention)
-    attention._compiled_create_block_mask = context_parallel._compiled_create_block_mask = create_block_mask
+    attention._compiled_create_block_mask = create_block_mask
+    context_parallel._compiled_create_block_mask = create_block_mask  # type: ignore[assignment]
     # With a kernel of its own for the device, autograd takes the operator as one; fake tensors never call the kernel.
     _aten.impl("_fused_rms_norm", _never_called, "CPU")
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")

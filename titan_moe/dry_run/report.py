@@ -26,9 +26,6 @@ class DryRun:
     """That were run"""
     ledger: Ledger
     collectives: Collectives
-    seconds: float
-    host_bytes: int
-    """The most memory that this process had"""
 
 
 def job_of(config: Config, world_size: int) -> Job:
@@ -101,6 +98,5 @@ def _notes(run: DryRun) -> list[str]:
         "Every expert gets the mean number of tokens. Bytes are those that tensors ask for: without the allocator's",
         "rounding and fragmentation, without CUDA context, NCCL and cuBLAS, and without what a kernel has for itself.",
         "A collective's MiB are of the larger of what goes in and comes out, of all its calls in the microbatches run.",
-        f"Not run: {', '.join(left_out(run.config))}. "
-        f"Took {run.seconds:,.0f} s and {run.host_bytes / 2**30:.2f} GiB of this machine's memory.",
+        f"Not run: {', '.join(left_out(run.config))}.",
     ]

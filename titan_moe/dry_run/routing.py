@@ -3,7 +3,8 @@
 Fake tensors have no values, so nobody knows where a router sends a token, and the dispatchers that exchange exact sizes
 need to know. Here every expert gets the mean: a rank sends T K / EP copies of its T tokens to each rank, as T U / EP
 rows where a token with several experts on one rank travels once (U ranks in the mean, as the planner counts). The plan
-itself runs as written, on fake tensors; only the sizes that its host would read are given.
+itself runs as written, on fake tensors; only the sizes that its host would read are given. Fixed receive buffers
+(moe.recv_buffer) have their sizes anyway, and at an even load they do not overflow.
 
 Shape letters: T tokens of this rank, K top-k, E experts.
 """
@@ -14,10 +15,16 @@ from functools import partial
 from typing import Any
 
 from titan_moe.flavors import Flavor
-from titan_moe.moe import alltoall, dedup, exchange, layout
-from titan_moe.moe.alltoall import Sizes
+from titan_moe.moe import alltoall, dedup, exchange, layout, plan_tensors, static
 from titan_moe.moe.contract import Dispatcher
+from titan_moe.moe.plan_tensors import Sizes
 from titan_moe.plan import traffic
+
+OPS = (
+    *(alltoall._plan_alltoall, dedup._plan_dedup, static.plan_alltoall_fixed, static.plan_dedup_fixed),
+    *(exchange._dispatch_rows, exchange._combine_rows),
+)
+"""Everything that dispatch sends is sent inside one of them"""
 
 
 def even_sizes(flavor: Flavor, tokens: int, dispatcher: Dispatcher, routing: str) -> tuple[list[Sizes], int]:
@@ -56,8 +63,9 @@ def _hop(ranks: int, peers: range, rows: int, copies: int) -> Sizes:
 def plan_evenly(sizes: tuple[list[Sizes], int], watching: Callable[[], AbstractContextManager]) -> None:
     """From now on the ops of dispatch run as written on fake tensors, with `sizes`. What they do inside is done in the
     context `watching`: modes do not look into ops by themselves."""
-    alltoall.read_sizes = dedup.read_sizes = lambda host, ranks, hops: sizes
-    for op in (alltoall._plan_alltoall, dedup._plan_dedup, exchange._dispatch_rows, exchange._combine_rows):
+    for module in (alltoall, dedup, plan_tensors):
+        module.read_sizes = lambda host, ranks, hops: sizes
+    for op in OPS:
         op.register_fake(partial(_run, watching, op._init_fn))
 
 

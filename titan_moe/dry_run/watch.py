@@ -16,8 +16,8 @@ FSDP = {
     "fsdp::split_with_sizes_copy": GATHERED,
     "fsdp::chunk_cat": UNREDUCED,
 }
-"""FSDP2's operations, all of whose tensors are for one thing: shards to be gathered, gathered parameters, gradients to be
-reduced"""
+"""FSDP2's operations, all of whose tensors are for one thing: shards to be gathered, gathered parameters, gradients to
+be reduced"""
 
 
 class Watch(TorchDispatchMode):
@@ -26,7 +26,7 @@ class Watch(TorchDispatchMode):
         self.ledger, self.collectives = ledger, collectives
         self._fake_mode = active_fake_mode()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(self, func, types, args: tuple = (), kwargs=None) -> Any:
         if DTensor in types:
             return NotImplemented  # it comes again as operations on local tensors
         kwargs = kwargs or {}
