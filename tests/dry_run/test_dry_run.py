@@ -13,13 +13,13 @@ from titan_moe.dry_run.check import place
 SEQUENCE, WIDTH, EXPERTS, TOP_K = 512, 256, 8, 3  # of the debug model, which has 4 layers, 3 of them with experts
 DEBUG = [
     *("train_configs/debug_model.toml", "--training.mixed_precision_param=bfloat16"),
-    *(f"--training.seq_len={SEQUENCE}", "--training.local_batch_size=2", "--checkpoint.enable", "--compile.enable"),
+    *(f"--training.seq_len={SEQUENCE}", "--training.local_batch_size=2", "--checkpoint.enable"),
 ]
 SCHEDULE, LAYERS = "--parallelism.pipeline_parallel_schedule", "--parallelism.pipeline_parallel_layers_per_stage"
 FOUR_STAGES = f"{LAYERS}=[1, 1, 2, 0]"
 ACCUMULATED = "--training.global_batch_size=24"  # 3 microbatches on each of 4 data-parallel ranks
 CASES = {
-    "fsdp4_ep2": [EP2, ACCUMULATED],
+    "fsdp4_ep2": [EP2, ACCUMULATED, "--compile.enable"],
     "pp2_1f1b": [PP2, EP2, "--training.local_batch_size=8"],
 }
 OTHERS = {
@@ -43,9 +43,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 def close_to_the_plan(run: dict[str, Any]) -> None:
-    """States within 3 %; activations, which planner and dry run come to on quite different ways, within 5."""
+    """States within 3 %; activations, which planner and dry run come to on quite different ways, within 5, and where
+    they are few within what the final norm gives to the loss, which the planner counts among them."""
+    final_norm = run["tokens"] * WIDTH * 2
     for kind, planned in run["planned"].items():
-        assert planned == pytest.approx(run["most"][kind], rel=0.05 if kind == "activations" else 0.03), kind
+        loose = {"rel": 0.05, "abs": 1.1 * final_norm} if kind == "activations" else {"rel": 0.03}
+        assert planned == pytest.approx(run["most"][kind], **loose), kind
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,10 +16,11 @@ from titan_moe.dry_run import check
 def main(argv: list[str], env: Mapping[str, str]) -> int:
     start = time.monotonic()
     try:
-        loaded = config_file.read(argv)
-        config, problems = loaded.config, []
-        config.comm.mode = "default"  # that it is asked for brought us here; the rest is the run that it stands for
+        problems: list[str] = []
         world_size, rank = check.place(env, problems)
+        loaded = config_file.read(argv)
+        config = loaded.config
+        config.comm.mode = "default"  # that it is asked for brought us here; the rest is the run that it stands for
         found = check.problems(config)
         if world_size:
             found = config_file.check(config, world_size, accelerator=True) + found
