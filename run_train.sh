@@ -92,6 +92,11 @@ gpus=$(visible_gpus)
 default_ngpu=$((gpus > 0 ? gpus : 1))
 export NNODES=${NNODES:-1} NGPU=${NGPU:-$default_ngpu}
 
+if [[ -z $prints$doctor && " $* " =~ \ --comm\.mode[=\ ]fake_backend\  ]]; then # a dry run: one process, whatever the number of nodes
+    python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
+    exec "$python" -m titan_moe.dry_run "$config" "$@"
+fi
+
 if [[ $NNODES == 1 ]]; then
     rendezvous=(--rdzv_backend c10d --rdzv_endpoint localhost:0) # any free port
 elif [[ -z ${MASTER_ADDR:-} ]]; then
@@ -107,9 +112,6 @@ fi
 
 python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
 [[ -z $prints ]] || exec "$python" -m titan_moe.launch "$config" "$@"
-if [[ " $* " =~ \ --comm\.mode[=\ ]fake_backend\  ]]; then
-    exec "$python" -m titan_moe.dry_run "$config" "$@"
-fi
 
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
 if [[ $gpus == 0 && -z ${OMP_NUM_THREADS:-} ]]; then # on CPUs, torchrun's default of one thread wastes the other cores
