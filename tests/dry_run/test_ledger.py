@@ -24,14 +24,14 @@ def watching(ledger: Ledger) -> Watch:
     return Watch(ledger, cast(Collectives, type("None", (), {"count": lambda *_: None})()))
 
 
-def test_what_backward_lets_go_of_is_an_activation() -> None:
+def test_what_forward_leaves_for_backward_is_an_activation() -> None:
     ledger, x = Ledger(), torch.zeros(1000, requires_grad=True)
     ledger.label(x, PARAMETERS)
     with watching(ledger):
         (x.sin() + 1).exp().sum().backward()  # sin keeps x, exp its result; sum + 1 goes at once
         ledger.label(x.grad, GRADIENTS)
     assert ledger.most(PARAMETERS) == ledger.most(GRADIENTS) == ROW
-    assert ledger.most(ACTIVATIONS) == ROW
+    assert ledger.most(ACTIVATIONS) == ROW + 2 * 4  # and the loss and its gradient, a number each
     assert 2 * ROW <= ledger.most(WORKING) < 2.01 * ROW  # a result or gradient on its way, and the next one
 
 

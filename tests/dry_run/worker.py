@@ -30,7 +30,6 @@ def dry_run(world_size: int, rank: int, arguments: list[str]) -> dict[str, Any]:
         "collectives": [[*kind, *total] for kind, total in run.collectives.counts.items()],
         "place": run.place,
         "microbatches": run.microbatches,
-        "tokens": run.job.tokens,
         "report": report.to_text(run),
     }
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from titan_moe.dry_run import gpu  # isort: skip - first: it decides what titan_moe.runtime sees
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
@@ -24,7 +25,7 @@ from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.dry_run import routing
 from titan_moe.dry_run.collectives import AXES, Collectives
-from titan_moe.dry_run.ledger import BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, WORKING, Ledger
+from titan_moe.dry_run.ledger import BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, PIPELINE, WORKING, Ledger
 from titan_moe.dry_run.report import DryRun, job_of
 from titan_moe.dry_run.watch import Watch
 from titan_moe.inputs import Batch
@@ -59,10 +60,11 @@ def dry_run(config: Config, world_size: int, rank: int) -> DryRun:
 def shortened(config: Config, world_size: int) -> Config:
     """`config` without compilation, with torch's experts for all that keep the same tensors, and with no more
     microbatches per step than it takes to hold what a longer step would hold: of gradient accumulation's the first adds
-    to nothing and the last reduces; twice as many as it has ranks bring a pipeline to its steady state."""
+    to nothing and the last reduces; four times as many as it has ranks bring any pipeline to its steady state, but for
+    `received_by`, of which there is more with each."""
     p = config.parallelism
     pp = p.pipeline_parallel_degree
-    microbatches = min(microbatches_per_step(config, world_size), 2 * pp)
+    microbatches = min(microbatches_per_step(config, world_size), 2 if pp == 1 else 4 * pp)
     config = copy.deepcopy(config)
     config.compile.enable = False
     config.moe.experts = "grouped_mm"
@@ -164,6 +166,9 @@ def watched_step(run: train.Run) -> tuple[Ledger, Collectives]:
         run.pipeline.loss_fn = run.loss_fn
     with ledger.seeing_resizes(), watch:
         step(run)
+    for received in received_by(run):
+        ledger.label(received, PIPELINE)  # between two stages of one rank it is what the first has made
+        ledger.label(received.grad, PIPELINE)
     return ledger, collectives
 
 
@@ -190,6 +195,19 @@ def label_states(run: train.Run, ledger: Ledger) -> None:
         for state in optimizer.state.values():
             for value in state.values():
                 ledger.label(value, OPTIMIZER)
+
+    for received in received_by(run):
+        ledger.label(received, PIPELINE)
+
+
+def received_by(run: train.Run) -> list[Tensor]:
+    """What a pipeline's stages receive into: torch has a tensor for every microbatch of a step, from the first step on,
+    and leaves the gradient of each in it until the next."""
+    stages = [] if run.pipeline is None else stages_of(run.pipeline)
+    infos = [
+        info for stage in stages for each in (stage.args_recv_info, stage.grad_recv_info) for info in each.values()
+    ]
+    return [received.buffer for info in infos for received in info if received.buffer is not None]
 
 
 def assuming(kind: str, function: Callable[..., Any], ledger: Ledger) -> Any:

@@ -59,7 +59,7 @@ class Collectives:
             return
         group = CollectiveOp.get_process_group(op, arguments)
         name = op.name().split("::")[1]
-        axes = self._axes.get(group.group_name, group.group_desc.removeprefix("mesh_"))
+        axes = self._axes.get(group.group_name, group.group_desc.removeprefix("mesh_").removesuffix("_mesh"))
         kind = Kind(NAMES.get(name, name.strip("_")), axes, group.size())
         calls, size = self.counts[kind]
         self.counts[kind] = calls + 1, size + max(_bytes(part) for part in (*arguments, result))

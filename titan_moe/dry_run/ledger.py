@@ -1,8 +1,8 @@
 """Which memory lived when, and what it was for.
 
 The ledger has a line for every storage: when it was made, when it went, its bytes, what it was for. Sums are taken when
-the step is over, so that what a storage was for may become known after the peak: a tensor is an activation because
-backward, later, was what let go of it.
+the step is over, so that what a storage was for may become known after the peak: a tensor is an activation because it
+was still there when a backward went on.
 
 torch's own trackers (torch.distributed._tools) do not serve here: FSDPMemTracker wants one parameter group in each FSDP
 module, where dense and expert parameters of a layer are two, and it wants a module to run once per step, where a
@@ -25,9 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimizer", "buffers"
 GATHERED, UNREDUCED = "gathered parameters", "unreduced gradients"
-ACTIVATIONS, WORKING = "activations", "working set"
-KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, GATHERED, UNREDUCED, ACTIVATIONS, WORKING)
-"""The planner's names (plan/memory.py), and "buffers": of the model"""
+ACTIVATIONS, WORKING, PIPELINE = "activations", "working set", "pipeline's buffers"
+KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, GATHERED, UNREDUCED, ACTIVATIONS, WORKING, PIPELINE)
+"""The planner's names (plan/memory.py), "buffers" of the model, and what torch's pipeline stages receive into"""
 
 
 @dataclass(eq=False)
@@ -38,26 +38,27 @@ class Line:
     made: int
     """Number of the event"""
     in_forward: bool
+    backwards: int
+    """Events of backward passes before that"""
     assumed: str | None
     """What everything was for that was made then"""
     label: str | None = None
     """What it is known to be for"""
     gone: int | None = None
     """None: it is still there"""
-    gone_in_backward: bool = False
+    outlived_forward: bool = True
 
     @property
     def kind(self) -> str:
         if known := self.label or self.assumed:
             return known
-        kept = self.in_forward and (self.gone_in_backward or self.gone is None)
-        return ACTIVATIONS if kept else WORKING
+        return ACTIVATIONS if self.in_forward and self.outlived_forward else WORKING
 
 
 class Ledger:
     def __init__(self) -> None:
         self.lines: list[Line] = []
-        self.events = 0
+        self.events = self.backwards = 0
         self._open: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storage -> its line, and what closes it
         self._assumed: str | None = None
 
@@ -104,16 +105,20 @@ class Ledger:
     def _line(self, storage: torch.UntypedStorage) -> Line:
         if storage in self._open:
             return self._open[storage][0]
-        line = Line(storage.nbytes(), self._next_event(), not in_backward(), self._assumed)
+        line = Line(storage.nbytes(), self._next_event(), not in_backward(), self.backwards, self._assumed)
         self.lines.append(line)
         self._open[storage] = line, weakref.ref(storage, partial(self._close, line))
         return line
 
     def _close(self, line: Line, _: weakref.ref | None = None) -> None:
-        line.gone, line.gone_in_backward = self._next_event(), in_backward()
+        line.gone = self._next_event()
+        # What forward drops is gone before any backward goes on; what it keeps is not. Schedules that split backward
+        # may drop it between the halves.
+        line.outlived_forward = self.backwards > line.backwards
 
     def _next_event(self) -> int:
         self.events += 1
+        self.backwards += in_backward()
         return self.events - 1
 
     # -----------------------------------------------------------------------------------------------------------------
