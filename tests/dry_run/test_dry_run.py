@@ -123,6 +123,7 @@ def test_the_report(runs) -> None:
         ({"NGPU": "many"}, [], "NGPU = 'many' in the environment: must be a whole number"),
         ({}, ["--training.mixed_precision_param=float32"], "a loop over the tokens of each, which a dry run does not"),
         ({}, ["--moe.experts=loop"], 'moe.experts = "loop": on a GPU'),
+        ({"NGPU": "2"}, [EP2, "--moe.dispatcher=te_ep"], 'use "dedup", which moves the same rows'),
         ({}, ["--checkpoint.create_seed_checkpoint"], "a dry run has no weights to save"),
         ({"NGPU": "6"}, ["--parallelism.expert_parallel_degree=4"], "must divide data_parallel_shard_degree = 6"),
         ({}, ["--comm.mode=local_tensor"], "comm.mode"),

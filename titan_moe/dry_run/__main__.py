@@ -18,7 +18,7 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
     try:
         problems: list[str] = []
         world_size, rank = check.place(env, problems)
-        loaded = config_file.read(argv)
+        loaded = config_file.read(argv, max(world_size, 1))
         config = loaded.config
         config.comm.mode = "default"  # that it is asked for brought us here; the rest is the run that it stands for
         found = check.problems(config)

@@ -30,6 +30,11 @@ def problems(config: Config) -> list[str]:
             f"{setting}: on a GPU the experts would be a loop over the tokens of each, which a dry run does not know; "
             'use "bfloat16" with experts "auto" or "grouped_mm"'
         )
+    if config.moe.dispatcher in ("te_ep", "deepep", "hybridep"):
+        found.append(
+            f'moe.dispatcher = "{config.moe.dispatcher}": its buffers are a library\'s, which a dry run does not see; '
+            'use "dedup", which moves the same rows'
+        )
     if config.checkpoint.create_seed_checkpoint:
         found.append("checkpoint.create_seed_checkpoint = true: a dry run has no weights to save; leave it out")
     return found
