@@ -4,6 +4,7 @@
 #        ./run_train.sh CONFIG.toml [--section.key=value ...] --print_config    prints the resolved configuration
 #        ./run_train.sh CONFIG.toml --plan [--plan.hardware=GB300 --plan.gpus=256 --plan.json --plan.png=FOLDER ...]
 #        ./run_train.sh --doctor [CONFIG.toml] [--section.key=value ...]    checks this node, or all nodes of a job
+#        ./run_train.sh CONFIG.toml --comm.mode=fake_backend    a dry run: bytes and collectives of one rank, no GPU needed
 #        ./run_train.sh --help [SECTION or SECTION.KEY]    prints this and all keys, or those of one section in full
 #
 # Sets up .venv on first use, checks the configuration once, then starts one process per GPU with torchrun.
@@ -13,6 +14,7 @@
 # docs/cluster.md is about several nodes; scripts/train.slurm starts this on each node of a SLURM job.
 #
 #   NGPU           processes on this node (default: its visible GPUs, or 1)
+#   RANK           in a dry run: which of the NNODES x NGPU ranks to look at (default: 0)
 #   LOG_RANK       local ranks whose output is shown, as in 0,3 (default: 0)
 #   NNODES         nodes of the job (default: 1); start this script on each of them
 #   MASTER_ADDR    name of one of the nodes, the same on all, when NNODES > 1
@@ -89,6 +91,11 @@ fi
 gpus=$(visible_gpus)
 default_ngpu=$((gpus > 0 ? gpus : 1))
 export NNODES=${NNODES:-1} NGPU=${NGPU:-$default_ngpu}
+
+if [[ -z $prints$doctor && " $* " =~ \ --comm\.mode[=\ ]fake_backend\  ]]; then # a dry run: one process, whatever the number of nodes
+    python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
+    exec "$python" -m titan_moe.dry_run "$config" "$@"
+fi
 
 if [[ $NNODES == 1 ]]; then
     rendezvous=(--rdzv_backend c10d --rdzv_endpoint localhost:0) # any free port

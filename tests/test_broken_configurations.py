@@ -112,7 +112,7 @@ def broken_rules() -> Iterator[Case]:
 
 def from_torchtitan() -> Iterator[Case]:
     """Every key of 0.2 that is not taken, or not with every value."""
-    other = {False: True, "": "x", 1: 2, "default": "fake_backend"}
+    other = {False: True, "": "x", 1: 2}
     for key, change in titan02.CHANGED.items():
         match change:
             case titan02.Renamed():
@@ -271,6 +271,7 @@ CASES = [
     case('metrics.save_tb_folder = "."'),
     case('checkpoint.initial_load_path = "."'),
     case('checkpoint.initial_load_path = "gone"\ncheckpoint.enable = true'),
+    case('comm.mode = "fake_backend"'),
     case("checkpoint.load_step = 5"),
     case("checkpoint.load_step = 5\ncheckpoint.enable = true", "--job.dump_folder=here"),
     Case(

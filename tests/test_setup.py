@@ -487,3 +487,11 @@ def test_run_train_prints_the_configuration_and_starts_nothing(launcher):
     assert (status, argv) == (0, None)
     assert (launcher.out / "launch").read_text().splitlines()[1:] == ["a.toml", "--training.steps=5", "--print_config"]
     assert launcher("a.toml", "--print-config", MISTAKE="a.toml: 1 mistake")[:3] == (2, "a.toml: 1 mistake\n", None)
+
+
+def test_run_train_starts_one_process_for_a_dry_run(launcher):
+    for words in (["--comm.mode=fake_backend"], ["--comm.mode", "fake_backend"]):
+        status, _, argv, env = launcher("a.toml", *words, "--training.steps=5", NGPU="256", RANK="3")
+        assert (status, argv) == (0, ["-m", "titan_moe.dry_run", "a.toml", *words, "--training.steps=5"])
+        assert (env["NGPU"], env["NNODES"], env["RANK"]) == ("256", "1", "3")
+        assert not (launcher.out / "launch").exists()

@@ -112,6 +112,11 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += te_ep_check.check(config, world_size, flavor, unsound)
     found += _recompute(config, flavor)
     found += _lengths(config, flavor.max_seq_len)
+    if config.comm.mode == "fake_backend":  # a dry run checks what it stands for
+        found.append(
+            'comm.mode = "fake_backend": is no training but a dry run of one rank in one process; leave it out of the '
+            "file and give it to run_train.sh, as --comm.mode=fake_backend, or call python -m titan_moe.dry_run"
+        )
     return found
 
 

@@ -71,7 +71,7 @@ _SAME = """
     checkpoint.keep_latest_k checkpoint.load_step checkpoint.create_seed_checkpoint checkpoint.load_only
     compile.enable compile.components compile.backend
     metrics.log_freq metrics.enable_tensorboard metrics.disable_color_printing metrics.save_tb_folder
-    comm.init_timeout_seconds comm.train_timeout_seconds comm.trace_buf_size
+    comm.init_timeout_seconds comm.train_timeout_seconds comm.trace_buf_size comm.mode
     validation.enable validation.freq debug.seed debug.deterministic
 """
 
@@ -196,8 +196,9 @@ CHANGED: dict[str, Change] = {
     # comm, memory_estimation, fault_tolerance, experimental
     "comm.save_traces_folder": Ignored("NCCL's own variables say where its flight recorder writes", ("comm_traces",)),
     "comm.save_traces_file_prefix": Ignored("NCCL's own variables say where its flight recorder writes", ("rank_",)),
-    "comm.mode": Refused("there is no dry run with fake communication; leave it out", ("default",)),
-    "memory_estimation.enable": Refused("this trainer estimates no memory instead of training; leave it out", (False,)),
+    "memory_estimation.enable": Refused(
+        "memory is estimated by --plan and by a dry run, --comm.mode=fake_backend; leave it out", (False,)
+    ),
     "memory_estimation.disable_fake_mode": Ignored("only for the memory estimation", (False, True)),
     "fault_tolerance.enable": NO_FAULT_TOLERANCE,
     "fault_tolerance.*": Ignored("only for torchft", ("gloo", 10000, 0, 1)),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.harness import free_port, torchrun
+from tests.dry_run.harness import dry_runs
 from titan_moe import config_file, flavors, recompute_facts
 from titan_moe.plan import activations, memory_runs, parameters
 from titan_moe.plan.hardware import HARDWARE
@@ -202,3 +203,12 @@ def test_real_steps_hold_what_is_planned(measured, name: str):
     assert sizes == {"parameters": real["parameters"], "gradients": real["gradients"], "optimizer": real["moments"]}
     planned = sum(entry.size for entry in activations_held(job, 0, activations.CPU))
     assert planned == pytest.approx(real["activations"], rel=0.02)
+
+
+def test_a_dry_run_counts_what_a_real_step_holds(measured, tmp_path):
+    """FSDP 2 with EP 2: parameters, gradients and optimizer state within 1 %. A dry run counts whole storages: padding
+    of uneven shards too, and Adam's step counts."""
+    found = dry_runs({"ep": (2, 0, [*CASE, *CASES["ep"]])}, tmp_path)["ep"]["most"]
+    real = measured["ep"]
+    states = {"parameters": real["parameters"], "gradients": real["gradients"], "optimizer": real["moments"]}
+    assert {kind: found[kind] for kind in states} == pytest.approx(states, rel=0.01)

@@ -89,7 +89,7 @@ class Memory:
 
 
 def predict_memory(job: Job, kernels: Kernels = GPU) -> Memory:
-    ranks = [_rank_entries(job, rank, kernels) for rank in range(job.pp)]
+    ranks = [entries_of_rank(job, rank, kernels) for rank in range(job.pp)]
     allocated = [sum(entry.size for entry in entries if entry.group != OUTSIDE) for entries in ranks]
     worst = allocated.index(max(allocated))
     return Memory(
@@ -101,7 +101,8 @@ def predict_memory(job: Job, kernels: Kernels = GPU) -> Memory:
     )
 
 
-def _rank_entries(job: Job, rank: int, kernels: Kernels) -> list[Entry]:
+def entries_of_rank(job: Job, rank: int, kernels: Kernels = GPU) -> list[Entry]:
+    """What pipeline rank `rank` holds at its worst moment."""
     stages = job.stages_of_rank(rank)
     found = [*states(job, rank), *_buffers(job), *_largest(_working_sets(job, stages, kernels))]
     kept = activations_held(job, rank, kernels)

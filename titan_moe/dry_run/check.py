@@ -1,0 +1,51 @@
+"""What keeps a dry run from being one. Imports no torch: a mistake is told at once."""
+
+import re
+from collections.abc import Mapping
+
+from titan_moe.config import Config
+from titan_moe.launch import count
+
+
+def place(env: Mapping[str, str], problems: list[str]) -> tuple[int, int]:
+    """(processes, rank) that the environment asks for; adds to `problems` what is wrong with it."""
+    nodes, each = count(env, "NNODES", problems), count(env, "NGPU", problems)
+    world_size, text = nodes * each, env.get("RANK") or "0"
+    if not re.fullmatch("[0-9]{1,9}", text) or (world_size and int(text) >= world_size):
+        problems.append(
+            f"RANK = {text!r} in the environment: which rank to look at; choose one of 0 to NNODES x NGPU - 1 = "
+            f"{nodes} x {each} - 1 = {world_size - 1}"
+        )
+        return world_size, 0
+    return world_size, int(text)
+
+
+def problems(config: Config) -> list[str]:
+    """What a dry run cannot show, beyond what training refuses."""
+    found = []
+    compute = config.training.mixed_precision_param
+    if config.moe.experts == "loop" or compute == "float32":
+        setting = f'training.mixed_precision_param = "{compute}"' if compute == "float32" else 'moe.experts = "loop"'
+        found.append(
+            f"{setting}: on a GPU the experts would be a loop over the tokens of each, which a dry run does not know; "
+            'use "bfloat16" with experts "auto" or "grouped_mm"'
+        )
+    if config.moe.dispatcher in ("te_ep", "deepep", "hybridep"):
+        found.append(
+            f'moe.dispatcher = "{config.moe.dispatcher}": its buffers are a library\'s, which a dry run does not see; '
+            'use "dedup", which moves the same rows'
+        )
+    if config.checkpoint.create_seed_checkpoint:
+        found.append("checkpoint.create_seed_checkpoint = true: a dry run has no weights to save; leave it out")
+    return found
+
+
+def left_out(config: Config) -> list[str]:
+    """What the configuration asks for and a dry run does not do."""
+    asked = {
+        "data": True,
+        "validation": config.validation.enable,
+        "checkpoints": config.checkpoint.enable,
+        "torch.compile (what is counted is eager)": config.compile.enable,
+    }
+    return [name for name, wanted in asked.items() if wanted]
