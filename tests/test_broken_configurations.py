@@ -228,7 +228,6 @@ CASES = [
     case(f"{TE_EP}\nmodel.dim = 260\nmodel.top_k = 33\nmodel.num_experts = 66", world=2),
     case(f"{TE_EP}\ntraining.local_batch_size = 9", world=2),
     case(f"{TE_EP}\ntraining.seq_len = 16384\ntraining.local_batch_size = 1\nmodel.max_seq_len = 16384", world=2),
-    case(f"{TE_EP}\nparallelism.pipeline_parallel_degree = 2\n[training]\nlocal_batch_size = 2049", world=4),
     case('moe.experts = "te"'),
     case('moe.experts = "te_fused"'),
     case('moe.dispatcher = "local"\nparallelism.expert_parallel_degree = 2', world=2),

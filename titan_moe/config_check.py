@@ -109,7 +109,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += moe_check.check(config)
     found += titan_dispatchers_check.check(config, flavor)
     found += te_router_check.check(config, flavor)
-    found += te_ep_check.check(config, world_size, flavor, unsound)
+    found += te_ep_check.check(config, flavor, unsound)
     found += _recompute(config, flavor)
     found += _lengths(config, flavor.max_seq_len)
     if config.comm.mode == "fake_backend":  # a dry run checks what it stands for

@@ -7,15 +7,13 @@ and again by the dispatcher, for those who build it themselves.
 
 from collections.abc import Set
 
-from titan_moe import mesh_check, pipeline_check
+from titan_moe import pipeline_check
 from titan_moe.config import Config
 from titan_moe.flavors import Flavor
 from titan_moe.mesh_check import CP, EP, LOCAL, SEQ_LEN, TP, microbatch_size, microbatches_per_step, region_tokens
-from titan_moe.pipeline_layout import pipeline_layout
 
 MAX_TOKENS = 8192  # of one rank in one dispatch: a constant of its kernels
 MAX_TOP_K = 32
-MAX_HANDLES = 4096  # its cache of routings; one that falls out is set up again, in the middle of a step
 
 
 def limits(
@@ -47,13 +45,22 @@ def limits(
 
 
 def in_flight(config: Config, world_size: int) -> int:
-    """Microbatches whose forward may be over before the backward of the first is: each needs an EpBuffer of its own. A
-    pipeline that splits backward may ask for one until the step ends."""
-    alone = config.moe.dispatcher != "te_ep" or config.parallelism.pipeline_parallel_degree == 1
-    return 1 if alone else microbatches_per_step(config, world_size)
+    """Microbatches, at most, that a pipeline stage has begun and not yet been through backward with: each needs an
+    EpBuffer of its own. That is of torch's schedules, which a test asks."""
+    p = config.parallelism
+    pp = p.pipeline_parallel_degree
+    if config.moe.dispatcher != "te_ep" or pp == 1:
+        return 1
+    count = microbatches_per_step(config, world_size)
+    if p.pipeline_parallel_schedule == "1F1B":
+        return min(count, pp)
+    # With two stages and more per rank a stage goes on to the next round of microbatches before the last one's backward
+    # is over.
+    round_of = count // max(1, count // pp)
+    return min(count, 2 * round_of)
 
 
-def check(config: Config, world_size: int, flavor: Flavor, unsound: Set[str] = frozenset()) -> list[str]:
+def check(config: Config, flavor: Flavor, unsound: Set[str] = frozenset()) -> list[str]:
     """What te_ep cannot do of this configuration, as far as it can be told without the keys that are `unsound`."""
     if config.moe.dispatcher != "te_ep":
         return []
@@ -83,10 +90,6 @@ def check(config: Config, world_size: int, flavor: Flavor, unsound: Set[str] = f
         found += [f'moe.dispatcher = "te_ep": {sentence}' for sentence in broken]
     if not unsound & {EP, CP, TP, LOCAL, SEQ_LEN, pipeline_check.MICROBATCH}:
         found += _tokens(config)
-    if not mesh_check.check(config, world_size, flavor, unsound) + pipeline_check.check(
-        config, world_size, flavor, unsound
-    ):
-        found += _handles(config, world_size, flavor)
     return found
 
 
@@ -111,25 +114,4 @@ def _tokens(config: Config) -> list[str]:
         f'{key} = {size}: moe.dispatcher = "te_ep" takes at most {MAX_TOKENS:,} tokens per rank and microbatch, but '
         f"there are {size} x seq_len {seq_len}{f' / ({split})' if split else ''} = {tokens:,}; {remedy}, or choose the "
         'dispatcher "dedup"'
-    ]
-
-
-def _handles(config: Config, world_size: int, flavor: Flavor) -> list[str]:
-    """Whether the plans of a whole step fit in the library's cache."""
-    if config.parallelism.pipeline_parallel_degree == 1:
-        return []
-    layout, count = pipeline_layout(config, flavor), in_flight(config, world_size)
-    first = [sum(layout.layers[:stage]) for stage in range(layout.num_stages)]
-
-    def moe_layers(rank: int) -> int:
-        held = [i for stage in layout.stages_of(rank) for i in range(first[stage], first[stage] + layout.layers[stage])]
-        return sum(i >= flavor.n_dense_layers for i in held)
-
-    most = max(moe_layers(rank) for rank in range(layout.pp))
-    if most * count <= MAX_HANDLES:
-        return []
-    return [
-        f'moe.dispatcher = "te_ep": NCCL EP remembers {MAX_HANDLES:,} routings, but a rank has {most} MoE layers x '
-        f"{count} microbatches of a step = {most * count:,}; choose a larger pipeline_parallel_microbatch_size, or "
-        'more pipeline ranks, or the dispatcher "dedup"'
     ]
