@@ -15,7 +15,7 @@ import torch
 
 from titan_moe import config_file, launch, machine_check, startup
 from titan_moe.config import Config
-from titan_moe.machine_check import GIB, Machine, needed_bytes, refusal, this_machine, warning
+from titan_moe.machine_check import GIB, Machine, needed_bytes, occupied, refusal, this_machine, warning
 
 ROOT = Path(__file__).parents[1]
 BIG, SMALL = (f"train_configs/{name}.toml" for name in ("deepseek_v3_671b", "deepseek_v3_16b"))
@@ -55,6 +55,19 @@ def test_what_does_not_fit_is_refused_and_what_may_not_is_warned_about():
     for gib, warns in ((needed / 1.05, True), (needed * 1.01, False)):
         assert refusal(config, SMALL, 8, machine(gib), accelerator=True) is None
         assert (warning(config, 8, machine(gib)) is not None) == warns
+
+
+def test_nccl_ep_is_told_how_much_to_make_room_for():
+    """With exact sizes it takes more memory than with bounded ones, and whoever lacks it is told so."""
+    te_ep = [SMALL, "--moe.dispatcher=te_ep", "--parallelism.expert_parallel_degree=8", "--training.local_batch_size=2"]
+    exact, bounded = load(*te_ep, world=8), load(*te_ep, "--moe.recv_buffer=1.5", world=8)
+    needed = needed_bytes(exact, 8, machine(1)) / GIB
+    assert needed > 1.5 + needed_bytes(bounded, 8, machine(1)) / GIB
+    said = "set moe.recv_buffer to a factor"
+    for config in (exact, bounded):
+        texts = [occupied(config, 8, machine(10)), refusal(config, SMALL, 8, machine(10), accelerator=True)]
+        texts.append(warning(config, 8, machine(needed_bytes(config, 8, machine(1)) / GIB / 1.05)))
+        assert all((said in text) == (config is exact) for text in texts), texts
 
 
 def test_fewer_gpus_than_the_file_is_for_are_judged_by_what_they_have():

@@ -136,7 +136,7 @@ def occupied(config: Config, world_size: int, machine: Machine) -> str | None:
     return (
         f"{machine.name} has {machine.memory / GIB:,.1f} GiB left, but the planner expects this run to need "
         f"{needed / GIB:,.1f} GiB of it; end what else runs there, or lower training.local_batch_size, or recompute "
-        "more ([activation_checkpoint])"
+        f"more ([activation_checkpoint]){_or_bound_rows(config)}"
     )
 
 
@@ -150,8 +150,15 @@ def warning(config: Config, world_size: int, machine: Machine | None) -> str | N
         return None
     return (
         f"this run may not fit: the planner expects {needed / GIB:,.1f} GiB per process, on {machine.name}; "
-        "lower training.local_batch_size, or recompute more ([activation_checkpoint])"
+        f"lower training.local_batch_size, or recompute more ([activation_checkpoint]){_or_bound_rows(config)}"
     )
+
+
+def _or_bound_rows(config: Config) -> str:
+    """Another remedy, where there is one."""
+    if config.moe.dispatcher != "te_ep" or config.moe.recv_buffer != "exact":
+        return ""
+    return ", or set moe.recv_buffer to a factor: with exact sizes NCCL EP makes room for all tokens on one rank"
 
 
 def _processes(count: int) -> str:
@@ -177,5 +184,6 @@ def _remedies(config: Config, name: str) -> list[str]:
         *lines,
         f"  try its structure here, with few and narrow layers: {run} --model.scale_down",
         f"  look for a layout that fits: {run} --plan --plan.hardware=GPU --plan.gpus=NUMBER",
-        "    with other degrees, a smaller training.local_batch_size, more recompute, or fewer model.n_layers",
+        f"    with other degrees, a smaller training.local_batch_size, more recompute, or fewer model.n_layers"
+        f"{_or_bound_rows(config)}",
     ]

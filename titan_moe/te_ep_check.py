@@ -45,19 +45,25 @@ def limits(
 
 
 def in_flight(config: Config, world_size: int) -> int:
-    """Microbatches, at most, that a pipeline stage has begun and not yet been through backward with: each needs an
-    EpBuffer of its own. That is of torch's schedules, which a test asks."""
-    p = config.parallelism
-    pp = p.pipeline_parallel_degree
-    if config.moe.dispatcher != "te_ep" or pp == 1:
+    """Microbatches, at most, that a layer has planned and not yet been through backward with: each needs an EpBuffer of
+    its own."""
+    if config.moe.dispatcher != "te_ep":
         return 1
+    p = config.parallelism
     count = microbatches_per_step(config, world_size)
-    if p.pipeline_parallel_schedule == "1F1B":
-        return min(count, pp)
-    # With two stages and more per rank a stage goes on to the next round of microbatches before the last one's backward
-    # is over.
-    round_of = count // max(1, count // pp)
-    return min(count, 2 * round_of)
+    return buffers_per_layer(p.pipeline_parallel_schedule, p.pipeline_parallel_degree, count)
+
+
+def buffers_per_layer(schedule: str, pp: int, microbatches: int) -> int:
+    """The same, of torch's schedules for `pp` ranks, which a test asks."""
+    if pp == 1:
+        return 1
+    if schedule == "1F1B":
+        return min(microbatches, pp)
+    # With two stages and more per rank a stage begins the next round of microbatches before the backward of the last
+    # one is over.
+    round_of = microbatches // max(1, microbatches // pp)
+    return min(microbatches, 2 * round_of)
 
 
 def check(config: Config, flavor: Flavor, unsound: Set[str] = frozenset()) -> list[str]:

@@ -96,6 +96,26 @@ def test_hybridep_buffers_have_room_for_all_tokens_of_all_ranks():
     assert buffers == pytest.approx(3.75e9, rel=0.01)
 
 
+def te_ep_entries(**settings) -> dict[str, float]:
+    job = megatron(ep=64, hardware="GB200", dispatcher="te_ep", **settings)
+    return {entry.name: entry.size for entry in predict_memory(job).entries if entry.name.startswith("te_ep")}
+
+
+def test_nccl_ep_assumes_the_worst_of_exact_sizes():
+    """64 ranks of 4,096 tokens, top-8, rows of 14,336 bytes: 262,144 tokens that are staged twice, and 8 times as many
+    slots, each with as much room for scales again, and 256 probabilities twice. A routing takes of each slot 4 flags
+    and 8 places and weights, and there is one for each of 58 MoE layers."""
+    exact, fixed = te_ep_entries(), te_ep_entries(recv_buffer=1.5)
+    tokens = 64 * 4096
+    assert exact["te_ep staging"] == 2 * tokens * 14336 + 8 * tokens * (14336 + 2 * 256 * 4)
+    assert exact["te_ep staging"] > 4 * fixed["te_ep staging"] > 8 * tokens * 14336
+    by_token = tokens * 16 + 4096 * (256 * 4 + 64)
+    assert exact["te_ep routings"] == 58 * (8 * tokens * 68 + by_token)
+    assert fixed["te_ep routings"] == 58 * (1.5 * 4096 * 8 * 68 + by_token)
+    worst = te_ep_entries(recv_buffer="worst_case")["te_ep staging"]
+    assert fixed["te_ep staging"] < worst < exact["te_ep staging"]
+
+
 def test_published_runs_fit_their_hardware():
     """They did run. Two do not here: DeepSeek's own recomputed more than the file says (arXiv 2412.19437, 3.2.3), and
     Qwen3-30B's overlap keeps a second microbatch of four sequences, less whatever its full graph recomputed."""

@@ -80,6 +80,8 @@ class Job:
     offload: frozenset[str] = frozenset()
     """Activations kept in host memory"""
     dispatcher: Dispatcher = "alltoall"
+    recv_buffer: Literal["exact", "worst_case"] | float = "exact"
+    """Rows that a rank has room for; only te_ep's own memory follows it here"""
     routing: Routing = "natural"
     early_weighting: bool = True
     """Routing weights multiplied in at SwiGLU rather than on the experts' output"""
@@ -209,6 +211,7 @@ def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Preci
         recompute_mode=ac.mode,
         recompute=frozenset(ac.recompute),
         dispatcher=auto if config.moe.dispatcher == "auto" else config.moe.dispatcher,
+        recv_buffer=config.moe.recv_buffer,
         routing="natural" if config.moe.force_balance == "none" else config.moe.force_balance,
         early_weighting=config.moe.weighting == "early",
         redispatch=config.moe.redispatch,

@@ -28,7 +28,8 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from titan_moe.plan import activations
+from titan_moe import te_ep_check
+from titan_moe.plan import activations, nccl_ep
 from titan_moe.plan.activations import GPU, Kernels
 from titan_moe.plan.job import Job
 from titan_moe.plan.parameters import REPLICATED_BY_TP, Kind, of_embedding, of_head, of_layer
@@ -104,7 +105,7 @@ def predict_memory(job: Job, kernels: Kernels = GPU) -> Memory:
 def entries_of_rank(job: Job, rank: int, kernels: Kernels = GPU) -> list[Entry]:
     """What pipeline rank `rank` holds at its worst moment."""
     stages = job.stages_of_rank(rank)
-    found = [*states(job, rank), *_buffers(job), *_largest(_working_sets(job, stages, kernels))]
+    found = [*states(job, rank), *_buffers(job, stages), *_largest(_working_sets(job, stages, kernels))]
     kept = activations_held(job, rank, kernels)
     if job.sharding == "zero1":
         return [*found, *kept]
@@ -288,14 +289,24 @@ def _layer_backward(job: Job, kind: Kind, kernels: Kernels) -> list[Entry]:
     return gradients
 
 
-def _buffers(job: Job) -> list[Entry]:
+def _buffers(job: Job, stages: list[Stage]) -> list[Entry]:
     """Of expert-parallel transfers, rows sent and rows received while one is under way; and what nobody allocates
     through PyTorch."""
     outside = [Entry(OUTSIDE, "CUDA context, NCCL, cuBLAS", OUTSIDE_GIB * GIB)]
     if job.ep == 1:
         return outside
     row = 2.0 * job.model.dim
-    if job.dispatcher in ("hybridep", "te_ep"):
+    if job.dispatcher == "te_ep":
+        layers = _layers(stages)
+        routings = (layers["moe"] + layers["mtp"]) * te_ep_check.buffers_per_layer(
+            job.schedule, job.pp, job.microbatches
+        )
+        return [
+            *outside,
+            Entry(OUTSIDE, "te_ep staging", nccl_ep.staging(job)),
+            Entry("dispatcher", "te_ep routings", routings * nccl_ep.routing(job)),
+        ]
+    if job.dispatcher == "hybridep":
         # Room for every token of every rank: at 64 ranks and 4,096 tokens of DeepSeek-V3 3.76 GB.
         return [*outside, Entry(OUTSIDE, f"{job.dispatcher} buffers", job.ep * job.tokens * row)]
     if job.dispatcher == "deepep":
