@@ -15,6 +15,7 @@ keeps it in front.
 
 import os
 import resource
+import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -79,6 +80,11 @@ def init_process_group(config: Config, run_folder: Path) -> torch.device:
         trace_buf_size=config.comm.trace_buf_size if DEVICE_TYPE == "cuda" else 0,  # the flight recorder is NCCL's
     )
     os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's value; torchtitan warns before setting its own
+    if config.moe.dispatcher == "te_ep":
+        # A kernel of NCCL EP that waits for another rank gives up by itself, and the CUDA context is lost. 100 s, which
+        # it would wait, may be too short for a first step in which ranks compile.
+        limit = max(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
+        os.environ.setdefault("NCCL_EP_TIMEOUT_MS", str(1000 * limit))
     dist_utils.init_distributed(comm, base_folder=str(run_folder))
     return device
 
@@ -87,9 +93,10 @@ def leave_process_group() -> None:
     """The reverse of `init_process_group`; harmless without a group."""
     from titan_moe.moe import te_ep_ops
 
-    if dist.is_initialized():
-        te_ep_ops.finalize()  # it has borrowed a communicator of the group's
-        dist.destroy_process_group()
+    if not dist.is_initialized() or (sys.exception() is not None and te_ep_ops.abandon()):
+        return
+    te_ep_ops.finalize()  # it has borrowed a communicator of the group's
+    dist.destroy_process_group()
 
 
 def on_rank_0(function: Callable[[], T]) -> T:

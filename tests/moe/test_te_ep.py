@@ -4,6 +4,8 @@ Each rule of Transformer Engine and NCCL EP is broken once. Real exchanges, over
 to the rules: tests/distributed/te_ep_checks.py, whole runs: tests/distributed/test_te_ep.py.
 """
 
+import atexit
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -221,6 +223,34 @@ def test_the_group_lasts_until_it_is_given_back(group, monkeypatch):
         patch.setattr(dist, "destroy_process_group", lambda: left.append("destroy"))
         runtime.leave_process_group()
     assert left == ["finalize", "destroy"]
+
+
+def test_a_rank_that_fails_does_not_wait_for_the_others(group, monkeypatch):
+    """Neither now nor when Python ends."""
+    left = []
+    with te_doubles.installed(), monkeypatch.context() as patch:
+        from transformer_engine.pytorch import ep
+
+        patch.setattr(te_ep_ops, "finalize", lambda: left.append("finalize"))
+        patch.setattr(dist, "destroy_process_group", lambda: left.append("destroy"))
+        patch.setattr(atexit, "unregister", left.append)
+        patch.setattr(te_ep_ops, "_signature", te_ep(group).ring.signature)
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            runtime.leave_process_group()
+        assert left == [ep._atexit_finalize]
+
+
+def test_its_kernels_wait_as_long_as_a_first_step_may_take(monkeypatch, tmp_path):
+    """Not as long as a user says otherwise; and for other dispatchers nothing is set."""
+    monkeypatch.setattr(runtime.dist_utils, "init_distributed", lambda *args, **kwargs: None)
+    for arguments, before, after in (([], None, None), ([TE_EP], None, "400000"), ([TE_EP], "5", "5")):
+        config = config_file.load(["train_configs/debug_model.toml", "--comm.init_timeout_seconds=400", *arguments])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", {} if before is None else {"NCCL_EP_TIMEOUT_MS": before})
+            runtime.init_process_group(config, tmp_path)
+            assert os.environ.get("NCCL_EP_TIMEOUT_MS") == after
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ Ops take and return tensors and numbers, so they speak of rings by number and of
 Shape letters: T tokens of this rank, D model width, K top-k, E experts, e experts of this rank, R rows received.
 """
 
+import atexit
 import itertools
 import os
 from collections import deque
@@ -120,6 +121,18 @@ def finalize() -> None:
         _planned.clear()
         for ring in _rings.values():
             ring.tickets.clear()
+
+
+def abandon() -> bool:
+    """Whether NCCL EP is set up; then Transformer Engine will not give the communicator back when the process ends. For
+    a rank that fails: all ranks give it back together, and the others may be in the middle of a step, waiting for it.
+    They end sooner when it just ends."""
+    if _signature is None:
+        return False
+    from transformer_engine.pytorch import ep
+
+    atexit.unregister(ep._atexit_finalize)
+    return True
 
 
 def planned(ticket: int) -> Any:

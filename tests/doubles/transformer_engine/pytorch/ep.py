@@ -1,6 +1,7 @@
 """Expert parallelism over gloo, under TE's rules: what TE's own ep.py is to its extension. The extension's double does
 the work and holds the rules of a call; here are those of the process and of a buffer."""
 
+import atexit
 from types import SimpleNamespace
 
 import torch
@@ -43,6 +44,11 @@ def ep_bootstrap(
         drop_on_overflow,
     )
     _STATE.bootstrapped, _STATE.eager = True, eager
+    atexit.register(_atexit_finalize)
+
+
+def _atexit_finalize() -> None:
+    ep_finalize()
 
 
 def ep_finalize() -> None:
