@@ -57,6 +57,24 @@ def test_what_does_not_fit_is_refused_and_what_may_not_is_warned_about():
         assert (warning(config, 8, machine(gib)) is not None) == warns
 
 
+def test_the_launcher_asks_for_transformer_engine(capsys, monkeypatch):
+    argv = ["train_configs/debug_model.toml", "--training.mixed_precision_param=bfloat16"]
+    argv += ["--parallelism.expert_parallel_degree=2", "--moe.dispatcher=te_ep", "--moe.experts=te"]
+    gpus = {"NGPU": "2", "GPUS": "2"}
+    monkeypatch.setattr(machine_check, "TE", "no_such_package")
+    assert launch.main(argv, gpus) == 2
+    said = capsys.readouterr().err
+    for part in (
+        'moe.dispatcher = "te_ep": needs Transformer Engine',
+        'moe.experts = "te": needs',
+        'or choose "dedup"',
+    ):
+        assert part in said
+    assert launch.main(argv[:3], gpus) == 0
+    monkeypatch.setattr(machine_check, "TE", "torch")
+    assert launch.main(argv, gpus) == 0
+
+
 def test_nccl_ep_is_told_how_much_to_make_room_for():
     """With exact sizes it takes more memory than with bounded ones, and whoever lacks it is told so."""
     te_ep = [SMALL, "--moe.dispatcher=te_ep", "--parallelism.expert_parallel_degree=8", "--training.local_batch_size=2"]

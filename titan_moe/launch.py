@@ -17,7 +17,7 @@ from titan_moe import config_file, config_help, placement, run_folder, titan_dis
 from titan_moe.config import Config
 from titan_moe.config_file import ConfigError, Loaded
 from titan_moe.config_keys import get
-from titan_moe.machine_check import refusal, this_machine, warning
+from titan_moe.machine_check import refusal, this_machine, warning, without_te
 from titan_moe.preflight import data_problems
 
 NEEDS_GPU = {
@@ -54,7 +54,8 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
                 print(text, file=sys.stderr)
                 return 2
         notes = _placement(loaded.config, nodes, per_node, env, problems) if world_size and not checked else []
-        checked += titan_dispatchers_check.missing(loaded.config) if gpus else _hardware(loaded.config)
+        lacks = [*without_te(loaded.config), *titan_dispatchers_check.missing(loaded.config)]
+        checked += lacks if gpus else _hardware(loaded.config)
         try:
             folder = run_folder.choose(loaded.config, {"RUN_ID": run_id})
             heads = {problem.split(": ")[0] for problem in checked}  # said before: one mistake, one line

@@ -9,6 +9,7 @@ The refusal shows the plan for the hardware that the file names in [plan], what 
 same goes for a file laid out for another number of processes than there are. Imports no torch.
 """
 
+import importlib.util
 import re
 import subprocess
 from contextlib import suppress
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from titan_moe.config import Config
 from titan_moe.config_check import check, model_flavor
+from titan_moe.config_keys import get
 from titan_moe.plan import activations, parameters, report
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
@@ -77,6 +79,24 @@ def _available_bytes() -> int | None:
         cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
         limits.append(limit - used + (int(cache[1]) if cache else 0))  # files that were read can be forgotten
     return max(min(limits), 0)
+
+
+TE = "transformer_engine"
+PORTABLE = {"moe.dispatcher": "dedup", "moe.experts": "grouped_mm", "moe.router": "torch"}
+"""What to choose without Transformer Engine"""
+
+
+def without_te(config: Config) -> list[str]:
+    """That Transformer Engine is not installed here, said without importing it. Whether it is whole, and the machine
+    good enough for it, the backends ask (moe/te.py)."""
+    if importlib.util.find_spec(TE) is not None:
+        return []
+    return [
+        f'{key} = "{get(config, key)}": needs Transformer Engine, which is not installed here; scripts/setup_env.py '
+        f'installs it on a machine with a GPU and says why if it cannot, or choose "{portable}"'
+        for key, portable in PORTABLE.items()
+        if get(config, key) in ("te", "te_ep")
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
