@@ -526,7 +526,8 @@ def keeps_its_shapes(case: Case, group) -> None:
         return gemm.forward(experts.swiglu(gate_up_R2F, weight_R, gemm), w2_eDF)
 
     def twenty_steps(buffer):
-        dispatcher = Rank(replace(case, buffer=buffer, tokens=(T,) * case.ranks), group).dispatcher
+        dispatcher = Rank(replace(case, buffer=buffer, tokens=(T,) * case.ranks, width=D), group).dispatcher
+        dispatcher.plan(torch.arange(T * case.top_k).view(T, -1) % case.experts)  # the first one sets NCCL EP up
         graphs = CompileCounter()
         torch._dynamo.reset()
         compiled = torch.compile(plain_experts, backend=graphs, dynamic=False, fullgraph=True)
@@ -549,10 +550,12 @@ def keeps_its_shapes(case: Case, group) -> None:
         return steps, graphs.frame_count
 
     op = f"plan_{case.dispatcher}_fixed"
-    with mock.patch.object(static, op, getattr(static, f"_{op}")):  # a mode does not see what an op does inside
+    inside = {op: getattr(static, f"_{op}")} if hasattr(static, op) else {}
+    with mock.patch.dict(vars(static), inside):  # a mode does not see what an op does inside
         steps, graphs = twenty_steps(case.buffer)
-    assert len(steps[0]) > 100 and all(step == steps[0] for step in steps)
+    assert len(steps[0]) > (100 if inside else 50) and all(step == steps[0] for step in steps)
     assert graphs == 1
+    te_ep_ops.finalize()  # exact sizes are another set-up
     with mock.patch.object(torch._dynamo.config, "recompile_limit", 100):
         steps, graphs = twenty_steps("exact")
     assert len({str(step) for step in steps}) > 10 and graphs > 5

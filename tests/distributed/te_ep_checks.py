@@ -51,6 +51,7 @@ def cases(base) -> list:
             replace(case, check="takes_any_strides_and_weights"),
             replace(case, check="is_held_to_the_rules"),
             *([replace(case, ranks=2)] if case.ranks == 4 else []),
+            *([replace(case, check="keeps_its_shapes")] if case.ranks == 2 and buffer == "worst_case" else []),
         ]
     many = replace(base, tokens=(150, 150, 150, 150), buffer=2.5)
     return [*found, many, replace(many, check="grows_after_an_overflow", buffer=1.0)]

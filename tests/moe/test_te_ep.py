@@ -207,6 +207,22 @@ def test_a_machine_is_refused_when_the_dispatcher_is_built(group, monkeypatch):
         te_ep(group)
 
 
+def test_what_keeps_nccl_ep_from_being_set_up_is_told(group, monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("ncclInvalidUsage")
+
+    dispatcher = te_ep(group)
+    with te_doubles.installed(), monkeypatch.context() as patch:
+        from transformer_engine.pytorch import ep
+
+        patch.setenv("NCCL_EP_JIT_NVCC", "/no/such/nvcc")
+        patch.setattr(ep, "ep_bootstrap", fail)
+        with pytest.raises(ValueError, match=r"top_k = 3.*ncclInvalidUsage.*GPU-initiated networking.*dedup"):
+            dispatcher.plan(torch.zeros(2, 3, dtype=torch.int64))
+        assert os.environ["NCCL_EP_JIT_NVCC"] == FACTS.nvcc, "the one that was found, not the one that is not there"
+        assert te_ep_ops._signature is None
+
+
 def test_other_types_than_bfloat16_are_refused(group):
     dispatcher, none = te_ep(group), torch.zeros(0)
     plan = KernelPlan(none, none, none, None, 2, ids_TK=none, ticket=0, rows=0)

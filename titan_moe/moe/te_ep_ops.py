@@ -82,7 +82,7 @@ _planned: dict[int, Any] = {}  # the EpBuffer of each ticket; holds on to them u
 
 
 def bootstrap(signature: Signature, group: ProcessGroup) -> None:
-    """Set NCCL EP up, if nobody has. Collective. Raises ValueError if it is set up for something else."""
+    """Set NCCL EP up, if nobody has. Collective. Raises ValueError if it is set up for something else, or cannot be."""
     global _signature
     if _signature == signature:
         return
@@ -94,16 +94,22 @@ def bootstrap(signature: Signature, group: ProcessGroup) -> None:
     from transformer_engine.pytorch.ep import ep_bootstrap
 
     if compiler := te.facts().nvcc:  # it may be where NCCL EP would not look
-        os.environ.setdefault("NCCL_EP_JIT_NVCC", compiler)
-    ep_bootstrap(
-        group,
-        signature.num_experts,
-        signature.max_tokens,
-        signature.dim,
-        signature.top_k,
-        recv_capacity_per_rank=signature.rows,
-        drop_on_overflow=signature.drops,
-    )
+        os.environ["NCCL_EP_JIT_NVCC"] = compiler
+    try:
+        ep_bootstrap(
+            group,
+            signature.num_experts,
+            signature.max_tokens,
+            signature.dim,
+            signature.top_k,
+            recv_capacity_per_rank=signature.rows,
+            drop_on_overflow=signature.drops,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"NCCL EP cannot be set up for ({signature}): {error}; what it printed itself may say more. It needs "
+            "NVLink between the GPUs of a node, and NCCL's GPU-initiated networking between nodes; or choose dedup"
+        ) from error
     _signature = signature
 
 
