@@ -95,7 +95,7 @@ def without_te(config: Config) -> list[str]:
         f'{key} = "{get(config, key)}": needs Transformer Engine, which is not installed here; scripts/setup_env.py '
         f'installs it on a machine with a GPU and says why if it cannot, or choose "{portable}"'
         for key, portable in PORTABLE.items()
-        if get(config, key) in ("te", "te_ep")
+        if get(config, key) in ("te", "te_ep", "te_fused")
     ]
 
 

@@ -4,19 +4,11 @@ from titan_moe.config import Config
 from titan_moe.config_print import literal
 from titan_moe.mesh_check import choices
 
-HERE_DISPATCHERS = ("auto", "local", "alltoall", "dedup", "te_ep", "deepep", "hybridep")
-HERE_EXPERTS = ("auto", "loop", "grouped_mm", "te", "te_fused")
-"""Backends of the MoE region that exist; the schema also knows the names of those to come"""
-
 
 def check(config: Config) -> list[str]:
     """What does not fit together in the [moe] section, and between it and the expert-parallel degree."""
     found = []
     moe, ep = config.moe, config.parallelism.expert_parallel_degree
-    for key, here in (("dispatcher", HERE_DISPATCHERS), ("experts", HERE_EXPERTS)):
-        name = getattr(moe, key)
-        if name not in here:
-            found.append(f'moe.{key} = "{name}": is not built in yet; available: {", ".join(here)}')
     if moe.dispatcher == "local" and ep > 1:
         found.append(
             f'moe.dispatcher = "local": keeps every token on its rank, but parallelism.expert_parallel_degree = {ep} '
