@@ -227,6 +227,7 @@ CASES = [
     case(f'{TE_EP}\ntraining.mixed_precision_param = "float32"\nmoe.capacity_factor = 1.25', world=2),
     case(f"{TE_EP}\nmodel.dim = 260\nmodel.top_k = 33\nmodel.num_experts = 66", world=2),
     case(f"{TE_EP}\ntraining.local_batch_size = 9", world=2),
+    case(f"{TE_EP}\ntraining.local_batch_size = 1\ntraining.seq_len = 63", world=2),
     case(f"{TE_EP}\ntraining.seq_len = 16384\ntraining.local_batch_size = 1\nmodel.max_seq_len = 16384", world=2),
     case('moe.experts = "te"'),
     case('moe.experts = "te_fused"'),

@@ -101,6 +101,13 @@ def check(config: Config, flavor: Flavor, unsound: Set[str] = frozenset()) -> li
 
 def _tokens(config: Config) -> list[str]:
     tokens, p = region_tokens(config), config.parallelism
+    ranks = p.expert_parallel_degree
+    if ranks > 1 and tokens * ranks % 4:
+        return [
+            f'moe.dispatcher = "te_ep": NCCL EP reads its maps in pieces of 4, but {tokens} tokens of a rank and '
+            f"microbatch x expert_parallel_degree {ranks} = {tokens * ranks}; choose training.seq_len so that it is a "
+            'multiple of 4, or the dispatcher "dedup"'
+        ]
     if tokens <= MAX_TOKENS:
         return []
     size, seq_len = microbatch_size(config), config.training.seq_len

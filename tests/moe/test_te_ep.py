@@ -64,6 +64,7 @@ def test_the_debug_model_may_use_it():
             4,
             ["pipeline_parallel_microbatch_size = 8", "8 x seq_len 2048 = 16,384", "lower it to 4"],
         ),
+        ([EP2, "--training.seq_len=63", "--training.local_batch_size=1"], 2, ["63 tokens", "2 = 126", "multiple of 4"]),
         ([EP2, *MODEL, "--model.num_experts=6"], 2, ["3 x 2 = 6 experts", "groups of 4"]),
         ([EP2, *MODEL, "--model.num_experts=64", "--model.top_k=33"], 2, ["top_k = 33", "1 to 32"]),
         ([EP2, "--model.dim=260"], 2, ["dim = 260", "260 x 2 = 520 bytes", "multiple of 8"]),
