@@ -47,8 +47,9 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, Tok
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 from titan_moe.moe import experts
+from titan_moe.moe.choices import ALIGNMENT
 from titan_moe.moe.dispatch import make_dispatcher
-from titan_moe.moe.layer import ALIGNMENT, FusedRoutedExperts, fuse
+from titan_moe.moe.layer import FusedRoutedExperts, fuse
 
 D, F = 256, 128
 PHASES = ("plan", "dispatch + combine", "experts", "backward")

@@ -39,7 +39,8 @@ from titan_moe.config import Config
 from titan_moe.config_check import model_flavor, sequences_per_step
 from titan_moe.families import Model
 from titan_moe.mesh_check import region_tokens
-from titan_moe.moe.layer import choose_experts, fuse
+from titan_moe.moe.choices import choose_experts
+from titan_moe.moe.layer import fuse
 from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 from titan_moe.te_ep_check import in_flight
 

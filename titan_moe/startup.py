@@ -20,7 +20,7 @@ from titan_moe.machine_check import Machine, occupied
 from titan_moe.mesh_check import microbatch_size, microbatches_per_step, region_tokens
 from titan_moe.metrics import Metrics
 from titan_moe.moe.balance import balanced_random_ids
-from titan_moe.moe.layer import choose_dispatcher, choose_experts, slab_alignment
+from titan_moe.moe.choices import choose_dispatcher, choose_experts, experts_sync_problem, slab_alignment
 from titan_moe.moe.layout import destinations, static_rows
 from titan_moe.pipeline_layout import pipeline_layout
 from titan_moe.recompute_facts import saved_bytes
@@ -103,6 +103,8 @@ def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
             f"MoE: a rank has room for {rows:,} rows per layer and microbatch, {rows / (tokens * flavor.top_k):.2f} "
             f"times the mean, whatever arrives (moe.recv_buffer = {literal(m.recv_buffer)})"
         )
+        if waits := experts_sync_problem(experts, DEVICE_TYPE, dtype, flavor.dim, hidden):
+            lines.append(f"MoE: the host waits for the device once per layer all the same: {waits}")
     if m.force_balance != "none":
         ids_TK = forced_ids(m.force_balance, tokens, flavor)
         ranks = destinations(ids_TK // (flavor.num_experts // ep), ep).sum(1).double().mean().item()

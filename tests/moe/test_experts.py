@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from titan_moe.moe import experts
+from titan_moe.moe.choices import choose_dispatcher, choose_experts
 from titan_moe.moe.experts import EXPERTS, Source
-from titan_moe.moe.layer import choose_dispatcher, choose_experts
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 PORTABLE = ("loop", "grouped_mm")  # for "te" see test_te_experts.py

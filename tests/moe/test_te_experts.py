@@ -21,10 +21,10 @@ from tests.moe.test_experts import SLABS, TOLERANCE, assert_close, oracle, probl
 from tests.moe.test_layer import layers, tokens
 from tests.sync_free import fake_group, sync_free
 from titan_moe.moe import te
+from titan_moe.moe.choices import choose_experts, experts_sync_problem
 from titan_moe.moe.contract import Dispatcher
 from titan_moe.moe.dispatch import make_dispatcher
 from titan_moe.moe.experts import EXPERTS, Source
-from titan_moe.moe.layer import choose_experts, experts_sync_problem
 from titan_moe.moe.te_experts import DeviceSplits
 
 FACTS = te_doubles.FACTS

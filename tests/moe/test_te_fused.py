@@ -27,8 +27,9 @@ from tests.moe.test_experts import assert_close, oracle, problem, run
 from tests.sync_free import sync_free
 from titan_moe.moe import te, te_fused, te_mxfp8
 from titan_moe.moe.balance import expert_counts
+from titan_moe.moe.choices import choose_experts, experts_sync_problem
 from titan_moe.moe.experts import EXPERTS, Source
-from titan_moe.moe.layer import FusedExperts, FusedRoutedExperts, choose_experts, experts_sync_problem
+from titan_moe.moe.layer import FusedExperts, FusedRoutedExperts
 
 FACTS = te_doubles.FACTS
 D, F = 128, 256

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from titan_moe.runtime import DEVICE_TYPE
+import titan_moe.runtime  # noqa: F401
 
 import torch
 from torch import Tensor, nn
@@ -35,20 +35,13 @@ from torchtitan.config.override import derive, override
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 
-from titan_moe.moe import balance, te, te_experts, te_fused
+from titan_moe.moe import balance
+from titan_moe.moe.choices import choose_dispatcher, choose_experts, slab_alignment
 from titan_moe.moe.dispatch import Dispatcher, make_dispatcher
-from titan_moe.moe.experts import EXPERTS, Source, grouped_mm_problem
+from titan_moe.moe.experts import EXPERTS, Source
 from titan_moe.moe.names import FUSED, GATE, UP, merge_w13, split_w13
 from titan_moe.moe.router import Router, RouterGate, collect, recomputing
 from titan_moe.moe.te_router import TERouter
-
-# Slab sizes: what tensor cores and TE's grouped GEMM want, and what makes a CPU meet few kernel shapes.
-ALIGNMENT = 16 if DEVICE_TYPE == "cpu" else 128
-
-
-def slab_alignment(experts: str) -> int:
-    """Slab sizes are multiples of it, for an experts backend as `choose_experts` gave it."""
-    return te_fused.ALIGNMENT if experts == "te_fused" else ALIGNMENT
 
 
 class FusedExperts(GroupedExperts):
@@ -246,47 +239,7 @@ def moe_layers(model: nn.Module) -> dict[str, FusedMoE]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Choices and configs
-
-
-def choose_dispatcher(name: str, ranks: int) -> tuple[str, str]:
-    """(dispatcher, why) for the configured name and the number of expert-parallel ranks."""
-    if name != "auto":
-        return name, "as configured"
-    if ranks == 1:
-        return "local", "one expert-parallel rank"
-    return "dedup", f"sends a token once to each of the {ranks} expert-parallel ranks, not once per expert"
-
-
-def choose_experts(
-    name: str, device: str, dtype: torch.dtype, dim: int, hidden: int, local_experts: int = 1
-) -> tuple[str, str]:
-    """(experts backend, why) for experts of these sizes, so many on a rank. Raises ValueError for a backend that cannot
-    compute them."""
-    problem = grouped_mm_problem(device, dtype, dim, hidden)
-    if name == "auto":
-        return ("grouped_mm", "one grouped GEMM for all experts") if problem is None else ("loop", problem)
-    portable = "loop" if problem else "grouped_mm"
-    if name == "grouped_mm" and problem is not None:
-        raise ValueError(f'moe.experts = "grouped_mm": {problem}; available here: "loop"')
-    if name == "te":
-        if problem := te_experts.problem(te.facts(), dtype):
-            raise ValueError(f'moe.experts = "te": {problem}; available here: "{portable}"')
-        return name, f"as configured; {te_experts.how(te.facts(), dtype, dim, hidden)}"
-    if name == "te_fused":
-        if said := te_fused.problems(te.facts(), dtype, dim, hidden, local_experts):
-            raise ValueError(f'moe.experts = "te_fused": {"; ".join(said)}; available here: "{portable}"')
-        return name, "as configured; GEMMs in MXFP8"
-    return name, "as configured"
-
-
-def experts_sync_problem(name: str, device: str, dtype: torch.dtype, dim: int, hidden: int) -> str | None:
-    """Why the host waits for the device in the experts backend `name`, as `choose_experts` gave it; None: never."""
-    if name == "te":
-        return te_experts.device_splits_problem(te.facts(), dtype, dim, hidden)
-    if name == "loop" or device == "cpu":
-        return "the host cuts the rows into slabs, so it has to know their sizes"
-    return None
+# Configs
 
 
 def fuse(
