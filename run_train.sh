@@ -13,7 +13,7 @@
 # --doctor it measures in under a minute what the run would run on, and exits with 1 if anything is slow or wrong.
 # docs/cluster.md is about several nodes; scripts/train.slurm starts this on each node of a SLURM job.
 #
-#   NGPU           processes on this node (default: its visible GPUs, or 1)
+#   NGPU           processes on this node (default: its visible GPUs, or 1; in a dry run: those of plan.gpus)
 #   RANK           in a dry run: which of the NNODES x NGPU ranks to look at (default: 0)
 #   LOG_RANK       local ranks whose output is shown, as in 0,3 (default: 0)
 #   NNODES         nodes of the job (default: 1); start this script on each of them
@@ -79,7 +79,7 @@ if [[ -z $config && " $*" == *" --job.config_file"* ]]; then # as torchtitan use
     config=$1
     shift
 fi
-[[ -n $config || -n $doctor ]] || die "$(usage)"
+[[ -n $config || (-n $doctor && -z $prints) ]] || die "$(usage)"
 
 if [[ " $* " =~ \ --plan(\.json|\.png)?[\ =] ]]; then # a prediction: no processes, no run folder
     python=${PYTHON:-$root/.venv/bin/python} # any Python that is new enough will do: nothing is set up for it
@@ -88,16 +88,18 @@ if [[ " $* " =~ \ --plan(\.json|\.png)?[\ =] ]]; then # a prediction: no process
     PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m titan_moe.plan "$config" "$@"
 fi
 
-gpus=$(visible_gpus)
-default_ngpu=$((gpus > 0 ? gpus : 1))
-export NNODES=${NNODES:-1} NGPU=${NGPU:-$default_ngpu}
-
-if [[ -z $prints$doctor && " $* " =~ \ --comm\.mode[=\ ]fake_backend\  ]]; then # a dry run: one process, whatever the number of nodes
+export NNODES=${NNODES:-1}
+if [[ -z $prints$doctor && " $* " =~ \ --comm\.mode[=\ ]fake_backend\  ]]; then # a dry run: one process for any number of nodes
     python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
     exec "$python" -m titan_moe.dry_run "$config" "$@"
 fi
 
-if [[ $NNODES == 1 ]]; then
+gpus=$(visible_gpus)
+default_ngpu=$((gpus > 0 ? gpus : 1))
+export NGPU=${NGPU:-$default_ngpu}
+
+count='^[1-9][0-9]{0,5}$' # NNODES or NGPU that is none is told with all other mistakes
+if [[ $NNODES == 1 || ! $NNODES =~ $count ]]; then
     rendezvous=(--rdzv_backend c10d --rdzv_endpoint localhost:0) # any free port
 elif [[ -z ${MASTER_ADDR:-} ]]; then
     die "NNODES=$NNODES needs MASTER_ADDR: the name of one of the nodes, the same on all of them"
@@ -114,7 +116,8 @@ python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
 [[ -z $prints ]] || exec "$python" -m titan_moe.launch "$config" "$@"
 
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
-if [[ $gpus == 0 && -z ${OMP_NUM_THREADS:-} ]]; then # on CPUs, torchrun's default of one thread wastes the other cores
+# On CPUs, torchrun's default of one thread wastes the other cores.
+if [[ $gpus == 0 && -z ${OMP_NUM_THREADS:-} && $NGPU =~ $count ]]; then
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     threads=$((cores / NGPU))
     export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))

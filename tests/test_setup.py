@@ -431,6 +431,7 @@ def test_run_train_examines_with_a_configuration_or_without(launcher):
         assert argv == ["-m", "titan_moe.doctor", *(word for word in args if word != "--doctor")]
         assert [env[name] for name in ("NNODES", "NGPU", "NODE_RANK", "GPUS")] == ["2", "4", "1", "4"]
     assert "needs MASTER_ADDR" in launcher("--doctor", NNODES="2")[1]
+    assert launcher("--doctor", "--print_config")[1].startswith("usage:")
 
 
 @pytest.mark.parametrize(
@@ -453,6 +454,14 @@ def test_run_train_processes_and_threads(launcher, gpus, env, processes, threads
     _, _, argv, seen = launcher("a.toml", gpus=gpus, **env)
     assert option(argv, "--nproc_per_node") == processes
     assert seen.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize("name", ["NGPU", "NNODES"])
+@pytest.mark.parametrize("value", ["many", "0", "08", "1.5"])
+def test_run_train_leaves_counts_that_are_none_to_the_list_of_mistakes(launcher, name, value):
+    status, stderr, argv, _ = launcher("a.toml", MISTAKE="a.toml: 1 mistake", **{name: value})
+    assert (status, stderr, argv) == (2, "a.toml: 1 mistake\n", None)
+    assert f"{name}={value}" in (launcher.out / "launch").read_text()
 
 
 def test_run_train_stops_on_mistakes(launcher):
@@ -494,4 +503,5 @@ def test_run_train_starts_one_process_for_a_dry_run(launcher):
         status, _, argv, env = launcher("a.toml", *words, "--training.steps=5", NGPU="256", RANK="3")
         assert (status, argv) == (0, ["-m", "titan_moe.dry_run", "a.toml", *words, "--training.steps=5"])
         assert (env["NGPU"], env["NNODES"], env["RANK"]) == ("256", "1", "3")
+        assert "NGPU" not in launcher("a.toml", *words, gpus=4)[3], "this machine's GPUs do not matter"
         assert not (launcher.out / "launch").exists()

@@ -143,5 +143,13 @@ def test_mistakes_of_the_environment_and_of_the_file_come_together(capsys) -> No
 
 def test_a_rank_is_one_of_all_nodes() -> None:
     problems: list[str] = []
-    assert place({"NNODES": "32", "NGPU": "8", "RANK": "255"}, problems) == (256, 255) and not problems
-    assert place({}, problems) == (1, 0) and not problems
+    assert place({"NNODES": "32", "NGPU": "8", "RANK": "255"}, None, problems) == (256, 255) and not problems
+    assert place({}, None, problems) == (1, 0) and not problems
+
+
+def test_without_a_number_there_are_as_many_ranks_as_the_file_is_for(capsys) -> None:
+    problems: list[str] = []
+    assert place({"RANK": "255"}, 256, problems) == place({"NNODES": "32", "RANK": "255"}, 256, problems) == (256, 255)
+    assert place({"NGPU": "8"}, 256, problems) == (8, 0) and not problems
+    assert main(["train_configs/deepseek_v3_671b.toml"], {"RANK": "256"}) == 2
+    assert "choose one of 0 to NNODES x NGPU - 1 = 1 x 256 - 1 = 255" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """`python -m titan_moe.dry_run CONFIG.toml [--section.key=value ...]`: what run_train.sh does with
---comm.mode=fake_backend. NNODES, NGPU and RANK in the environment say which rank of how many. Exit status 2 with all
-mistakes on stderr."""
+--comm.mode=fake_backend. NNODES, NGPU and RANK in the environment say which rank of how many: the first of plan.gpus if
+they do not. Exit status 2 with all mistakes on stderr."""
 
 import os
 import resource
@@ -17,7 +17,8 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
     start = time.monotonic()
     try:
         problems: list[str] = []
-        world_size, rank = check.place(env, problems)
+        planned = config_file.read(argv).config.plan.gpus  # read twice: a twin depends on how many there are
+        world_size, rank = check.place(env, planned, problems)
         loaded = config_file.read(argv, max(world_size, 1))
         config = loaded.config
         config.comm.mode = "default"  # that it is asked for brought us here; the rest is the run that it stands for

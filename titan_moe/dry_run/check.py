@@ -7,9 +7,13 @@ from titan_moe.config import Config
 from titan_moe.launch import count
 
 
-def place(env: Mapping[str, str], problems: list[str]) -> tuple[int, int]:
-    """(processes, rank) that the environment asks for; adds to `problems` what is wrong with it."""
-    nodes, each = count(env, "NNODES", problems), count(env, "NGPU", problems)
+def place(env: Mapping[str, str], planned: int | None, problems: list[str]) -> tuple[int, int]:
+    """(processes, rank) that the environment asks for; adds to `problems` what is wrong with it. Without NGPU there are
+    as many processes as the file is `planned` for: what this machine has does not matter."""
+    nodes = count(env, "NNODES", problems)
+    each = count(env, "NGPU", problems)
+    if not env.get("NGPU") and planned is not None and planned >= nodes > 0 and planned % nodes == 0:
+        each = planned // nodes
     world_size, text = nodes * each, env.get("RANK") or "0"
     if not re.fullmatch("[0-9]{1,9}", text) or (world_size and int(text) >= world_size):
         problems.append(
