@@ -1,6 +1,8 @@
 """A run that this machine cannot hold is refused with its plan before anything is allocated, and a sound one is not."""
 
 import os
+import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -15,7 +17,9 @@ import torch
 
 from titan_moe import config_file, launch, machine_check, startup
 from titan_moe.config import Config
+from titan_moe.dry_run import check as dry_run_check
 from titan_moe.machine_check import GIB, Machine, needed_bytes, occupied, refusal, this_machine, warning
+from titan_moe.plan import report
 
 ROOT = Path(__file__).parents[1]
 BIG, SMALL = (f"train_configs/{name}.toml" for name in ("deepseek_v3_671b", "deepseek_v3_16b"))
@@ -42,18 +46,30 @@ def test_the_671b_command_on_a_laptop_prints_the_plan_and_the_way_out(tmp_path):
     assert any(line.startswith("Plan     deepseek_v3 671B: 682.6 B parameters") for line in lines)
     assert any(line.startswith("Memory   fits") for line in lines)
     assert "each needs at least 10,172.1 GiB, of weights, gradients and optimizer alone" in done.stderr
-    assert "train it on 256 GB300" in done.stderr and "--model.scale_down" in done.stderr
+    assert "train it on 256 GB300" in done.stderr
+
+
+def test_what_to_do_can_be_done_as_it_is_written():
+    """Each command is read and checked as it would be when typed, with what the user had set beside the file."""
+    words = ["--training.dataset=my texts/*.txt", "--model.num_mtp_layers=0"]
+    text = refusal(load(BIG, *words), [BIG, *words], 1, None, accelerator=False)
+    assert text is not None
+    dry, twin, plan = (shlex.split(command) for command in re.findall(r": \./run_train\.sh (.*)", text))
+    assert dry[:3] == twin[:3] == plan[:3] == [BIG, *words]
+    assert dry_run_check.place({}, load(*dry).plan.gpus, []) == (256, 0)
+    assert config_file.check(load(*twin), 1) == [] and twin[3:] == ["--model.scale_down"]
+    assert plan[3] == "--plan" and "fits" in report.to_text(report.make(load(*plan[:3], *plan[4:]), ""))
 
 
 def test_what_does_not_fit_is_refused_and_what_may_not_is_warned_about():
     config = load(SMALL)
     needed = needed_bytes(config, 8, machine(1)) / GIB
     assert needed == pytest.approx(60.9, rel=0.04), "the planner's figure without its margin for fragmentation"
-    text = refusal(config, SMALL, 8, machine(needed / 1.2), accelerator=True)
+    text = refusal(config, [SMALL], 8, machine(needed / 1.2), accelerator=True)
     assert text is not None and text.startswith(f"{SMALL}: does not fit into the memory of 8 processes here\n\nPlan ")
     assert f"8 processes on something with {needed / 1.2} GiB; each needs {needed:.1f} GiB" in text
     for gib, warns in ((needed / 1.05, True), (needed * 1.01, False)):
-        assert refusal(config, SMALL, 8, machine(gib), accelerator=True) is None
+        assert refusal(config, [SMALL], 8, machine(gib), accelerator=True) is None
         assert (warning(config, 8, machine(gib)) is not None) == warns
 
 
@@ -83,22 +99,22 @@ def test_nccl_ep_is_told_how_much_to_make_room_for():
     assert needed > 1.5 + needed_bytes(bounded, 8, machine(1)) / GIB
     said = "set moe.recv_buffer to a factor"
     for config in (exact, bounded):
-        texts = [occupied(config, 8, machine(10)), refusal(config, SMALL, 8, machine(10), accelerator=True)]
+        texts = [occupied(config, 8, machine(10)), refusal(config, [SMALL], 8, machine(10), accelerator=True)]
         texts.append(warning(config, 8, machine(needed_bytes(config, 8, machine(1)) / GIB / 1.05)))
         assert all((said in text) == (config is exact) for text in texts), texts
 
 
 def test_fewer_gpus_than_the_file_is_for_are_judged_by_what_they_have():
     config = load(SMALL)
-    assert refusal(config, SMALL, 4, machine(141), accelerator=True) is None, "4 H200 hold what 8 H100 do"
-    assert refusal(config, SMALL, 1, machine(141), accelerator=True) is not None
+    assert refusal(config, [SMALL], 4, machine(141), accelerator=True) is None, "4 H200 hold what 8 H100 do"
+    assert refusal(config, [SMALL], 1, machine(141), accelerator=True) is not None
 
 
 def test_other_mistakes_are_left_to_those_who_list_them():
     """One in the file itself is none of the machine."""
-    assert refusal(load(BIG, "--model.top_k=300"), BIG, 1, machine(80), accelerator=True) is None
-    assert refusal(load(BIG, "--model.top_k=300"), BIG, 256, machine(80), accelerator=True) is None
-    assert refusal(load(SMALL), SMALL, 8, None, accelerator=True) is None, "nothing tells the memory"
+    assert refusal(load(BIG, "--model.top_k=300"), [BIG], 1, machine(80), accelerator=True) is None
+    assert refusal(load(BIG, "--model.top_k=300"), [BIG], 256, machine(80), accelerator=True) is None
+    assert refusal(load(SMALL), [SMALL], 8, None, accelerator=True) is None, "nothing tells the memory"
 
 
 def test_fp32_takes_more_than_bf16_and_processes_share_a_machine():

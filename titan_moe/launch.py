@@ -50,7 +50,7 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
             checked += config_file.check(loaded.config, world_size, accelerator=gpus)
             machine = this_machine(per_node, gpus)
             # Before the data is looked at: on another machine than it is meant for, it may not be there.
-            if not loaded.problems and (text := refusal(loaded.config, loaded.file, world_size, machine, gpus)):
+            if not loaded.problems and (text := refusal(loaded.config, argv, world_size, machine, gpus)):
                 print(text, file=sys.stderr)
                 return 2
         notes = _placement(loaded.config, nodes, per_node, env, problems) if world_size and not checked else []

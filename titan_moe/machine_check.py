@@ -11,7 +11,9 @@ same goes for a file laid out for another number of processes than there are. Im
 
 import importlib.util
 import re
+import shlex
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +32,8 @@ PYTHON_GIB = 0.7
 """Python, torch and gloo in a process that has no model yet"""
 WIDER_IN_FP32 = ("activations", "gathered parameters", "working set", "dispatcher")
 """Groups of memory that the planner counts in bf16"""
+EXAMPLE = "H100"
+"""Hardware to plan for where the file names none"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +130,11 @@ def least_bytes(config: Config, world_size: int) -> float:
 # What is said
 
 
-def refusal(config: Config, name: str, world_size: int, machine: Machine | None, accelerator: bool) -> str | None:
-    """Why this many processes here cannot train the configuration called `name`, with its plan and the way out; None
-    if they can, or if it has mistakes of its own, which are told elsewhere."""
+def refusal(
+    config: Config, argv: Sequence[str], world_size: int, machine: Machine | None, accelerator: bool
+) -> str | None:
+    """Why this many processes here cannot train `config`, which `argv` asks for, file first, with its plan and the way
+    out; None if they can, or if it has mistakes of its own, which are told elsewhere."""
     if check(config, world_size, accelerator=accelerator):
         planned = config.plan.gpus
         if planned is None or planned == world_size or check(config, planned):
@@ -144,8 +150,8 @@ def refusal(config: Config, name: str, world_size: int, machine: Machine | None,
         wrong = f"does not fit into the memory of {_processes(world_size)} here"
         needs = f"{needed / GIB:,.1f} GiB"
     here = machine.name if machine else "unknown memory"
-    lines = [f"{name}: {wrong}", "", *_plan(config), f"Here     {_processes(world_size)} on {here}; each needs {needs}"]
-    return "\n".join([*lines, "", *_remedies(config, name)])
+    lines = [f"{argv[0]}: {wrong}", "", *_plan(config), f"Here     {_processes(world_size)} on {here}; each needs {needs}"]
+    return "\n".join([*lines, "", *_remedies(config, shlex.join(argv), world_size)])
 
 
 def occupied(config: Config, world_size: int, machine: Machine) -> str | None:
@@ -195,15 +201,19 @@ def _plan(config: Config) -> list[str]:
         return []
 
 
-def _remedies(config: Config, name: str) -> list[str]:
-    lines, run = ["What to do"], f"./run_train.sh {name}"
+def _remedies(config: Config, words: str, world_size: int) -> list[str]:
+    """Commands that do something when they are typed as they are here."""
+    lines, run = ["What to do"], f"./run_train.sh {words}"
+    hardware, gpus = config.plan.hardware or EXAMPLE, config.plan.gpus or world_size
     if config.plan.gpus is not None:
-        gpus = f"{config.plan.gpus:,} {config.plan.hardware or 'GPUs'}"
-        lines.append(f"  train it on {gpus}: this command on each of NNODES nodes, with NGPU processes")
+        lines += [
+            f"  train it on {gpus:,} {config.plan.hardware or 'GPUs'}: this command on each node, as docs/cluster.md says",
+            f"  see what one of its ranks holds and sends, without a GPU: {run} --comm.mode=fake_backend",
+        ]
     return [
         *lines,
         f"  try its structure here, with few and narrow layers: {run} --model.scale_down",
-        f"  look for a layout that fits: {run} --plan --plan.hardware=GPU --plan.gpus=NUMBER",
-        f"    with other degrees, a smaller training.local_batch_size, more recompute, or fewer model.n_layers"
+        f"  look for a layout that fits: {run} --plan --plan.hardware={shlex.quote(hardware)} --plan.gpus={gpus}",
+        f"    with other GPUs and degrees, a smaller training.local_batch_size, more recompute, or fewer model.n_layers"
         f"{_or_bound_rows(config)}",
     ]
