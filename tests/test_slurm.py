@@ -34,11 +34,12 @@ printf '        CliqueId                          : 0\\n        ClusterUUID     
 RUN_TRAIN = """#!/usr/bin/env bash
 if [[ $* == *--print_config* ]]; then
     [[ -z ${MISTAKE:-} ]] || { echo "$MISTAKE" >&2; exit 2; }
+    mkdir -p .venv/lib/python3.12/site-packages/nvidia/nccl/include
     printf '[validation]\\nenable = true\\n\\n[checkpoint]\\nenable = %s  # a.toml:3\\n' "${CHECKPOINTS:-false}"
     exit
 fi
 printf '%s\\n' "host=$SLURMD_NODENAME" "NNODES=$NNODES" "MASTER=$MASTER_ADDR:$MASTER_PORT" "DOMAINS=$NVLINK_DOMAINS" \\
-    "NUMA_BINDING=$NUMA_BINDING" "$@" >"$OUT/rank-$NODE_RANK"
+    "NUMA_BINDING=$NUMA_BINDING" "${NCCL_EP_JIT_NVCC:+nvcc}" "$@" >"$OUT/rank-$NODE_RANK"
 if [[ -n ${WAITS:-} ]]; then
     trap 'echo ended >>"$OUT/ended"; exit 143' TERM
     echo $$ >"$OUT/pid-$NODE_RANK"
@@ -102,11 +103,12 @@ def test_one_task_per_node_with_the_same_run(cluster):
     arguments = ["my configs/a b.toml", "--training.dataset=my data/*.jsonl"]
     status, stderr = cluster.run(*arguments, nodes="n9 n10", CHECKPOINTS="true")
     assert status == 0
-    expected = ["NNODES=2", "MASTER=n9:24321", "DOMAINS=0 1", "NUMA_BINDING=node", *arguments]
+    # nvcc: of the .venv that the first step makes.
+    expected = ["NNODES=2", "MASTER=n9:24321", "DOMAINS=0 1", "NUMA_BINDING=node", "nvcc", *arguments]
     assert cluster.tasks() == [["host=n9", *expected], ["host=n10", *expected]]  # SLURM's order, not that of the names
     assert "2 nodes, attempt 1, in the order of ranks: n9 n10" in stderr
     for options in (cluster.out / "srun").read_text().splitlines():
-        assert options.startswith("--ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1")
+        assert options.startswith("--ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --export=ALL")
         assert "container" not in options
     assert not (cluster.out / "slurm").exists()  # nothing to queue again
 
@@ -124,7 +126,8 @@ def test_one_node_and_a_container(cluster):
         "a.toml", nodes="n1", CONTAINER="my/image:1", CONTAINER_MOUNTS="/data:/data", NUMA_BINDING=""
     )
     assert status == 0
-    assert cluster.tasks() == [["host=n1", "NNODES=1", "MASTER=n1:24321", "DOMAINS=0", "NUMA_BINDING=", "a.toml"]]
+    (task,) = cluster.tasks()
+    assert task == ["host=n1", "NNODES=1", "MASTER=n1:24321", "DOMAINS=0", "NUMA_BINDING=", "nvcc", "a.toml"]
     check, domains, train = (cluster.out / "srun").read_text().splitlines()
     root = cluster.root
     inside = f"--container-image=my/image:1 --container-workdir={root} --container-mounts={root}:{root},/data:/data"
@@ -149,9 +152,14 @@ def test_the_doctor_runs_on_all_nodes(cluster):
     assert [task[-1] for task in cluster.tasks()] == ["--doctor"] * 2
 
 
-@pytest.mark.parametrize("checkpoints", ["true", "false"])
-def test_the_time_limit_ends_the_run_and_queues_it_again_if_it_can_go_on(cluster, checkpoints):
-    process = cluster.start("a.toml", nodes="n1 n2", WAITS="yes", CHECKPOINTS=checkpoints)
+ARRAY = {"SLURM_ARRAY_JOB_ID": "4321", "SLURM_ARRAY_TASK_ID": "7"}  # the last task has the number of the array
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "array", "job"), [("true", {}, "4321"), ("false", {}, "4321"), ("true", ARRAY, "4321_7")]
+)
+def test_the_time_limit_ends_the_run_and_queues_it_again_if_it_can_go_on(cluster, checkpoints, array, job):
+    process = cluster.start("a.toml", nodes="n1 n2", WAITS="yes", CHECKPOINTS=checkpoints, **array)
     deadline = time.monotonic() + 30
     while len([path for path in cluster.out.glob("pid-*") if path.read_text()]) < 2:
         assert process.poll() is None and time.monotonic() < deadline
@@ -160,8 +168,8 @@ def test_the_time_limit_ends_the_run_and_queues_it_again_if_it_can_go_on(cluster
     _, stderr = process.communicate(timeout=30)
     assert (cluster.out / "ended").read_text() == "ended\n" * 2  # before the job is queued again
     asked = (cluster.out / "slurm").read_text().splitlines()
-    assert asked[0] == "scancel --signal=TERM 4321"
+    assert asked[0] == f"scancel --signal=TERM {job}"
     if checkpoints == "true":
-        assert process.returncode == 0 and asked[1:] == ["scontrol requeue 4321"]
+        assert process.returncode == 0 and asked[1:] == [f"scontrol requeue {job}"]
     else:
         assert process.returncode == 1 and asked[1:] == [] and "checkpoint.enable" in stderr
