@@ -150,8 +150,9 @@ def refusal(
         wrong = f"does not fit into the memory of {_processes(world_size)} here"
         needs = f"{needed / GIB:,.1f} GiB"
     here = machine.name if machine else "unknown memory"
-    lines = [f"{argv[0]}: {wrong}", "", *_plan(config), f"Here     {_processes(world_size)} on {here}; each needs {needs}"]
-    return "\n".join([*lines, "", *_remedies(config, shlex.join(argv), world_size)])
+    told = f"Here     {_processes(world_size)} on {here}; each needs {needs}"
+    remedies = _remedies(config, shlex.join(argv), world_size)
+    return "\n".join([f"{argv[0]}: {wrong}", "", *_plan(config), told, "", *remedies])
 
 
 def occupied(config: Config, world_size: int, machine: Machine) -> str | None:
@@ -206,8 +207,9 @@ def _remedies(config: Config, words: str, world_size: int) -> list[str]:
     lines, run = ["What to do"], f"./run_train.sh {words}"
     hardware, gpus = config.plan.hardware or EXAMPLE, config.plan.gpus or world_size
     if config.plan.gpus is not None:
+        them = f"{gpus:,} {config.plan.hardware or 'GPUs'}"
         lines += [
-            f"  train it on {gpus:,} {config.plan.hardware or 'GPUs'}: this command on each node, as docs/cluster.md says",
+            f"  train it on {them}: this command on each node, as docs/cluster.md says",
             f"  see what one of its ranks holds and sends, without a GPU: {run} --comm.mode=fake_backend",
         ]
     return [
