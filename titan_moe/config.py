@@ -458,8 +458,8 @@ class Metrics:
 @dataclass(kw_only=True)
 class Comm:
     mode: Literal["default", "fake_backend"] = "default"
-    """"fake_backend", on run_train.sh's command line: a dry run. One process builds rank RANK of NNODES x NGPU without
-    memory, takes a step and reports bytes and collectives; see docs/dry_run.md"""
+    """"fake_backend", on run_train.sh's command line: a dry run. One process builds rank RANK of NNODES x NGPU (or of
+    plan.gpus) without memory, takes a step and reports bytes and collectives; see docs/dry_run.md"""
 
     init_timeout_seconds: int = 300
     """Time limit of a collective until the first step is done"""

@@ -50,7 +50,7 @@ def this_machine(processes: int, gpus: bool) -> Machine | None:
     """What each of so many processes has here; None if nothing tells."""
     if gpus:
         return _gpu()
-    available = _available_bytes()
+    available = available_bytes()
     if available is None:
         return None
     shared = f", shared by {processes} processes" if processes > 1 else ""
@@ -68,7 +68,7 @@ def _gpu() -> Machine | None:
     return Machine(name=f"{name} with {mib / 1024:,.1f} GiB", memory=mib * 2**20, gpu=True)
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Memory that this machine, or the container that this is in, has left."""
     try:
         found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)

@@ -66,5 +66,9 @@ def few(words: list[str]) -> str:
     return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
 
 
+def count(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else ending}"
+
+
 def dots(version: Any) -> str:
     return ".".join(map(str, version))

@@ -13,7 +13,7 @@ import torch
 from scripts import setup_env
 from titan_moe import run_folder
 from titan_moe.config_check import model_flavor
-from titan_moe.doctor.contract import Examined, Finding, dots, few
+from titan_moe.doctor.contract import Examined, Finding, count, dots, few
 from titan_moe.moe import te, te_experts
 
 
@@ -36,7 +36,7 @@ def judge_places(at: Examined, answers: dict[int, dict[str, str]]) -> list[Findi
     at.places = answers
     kinds = sorted({place["device"] for place in answers.values()})
     nodes, domains = at.world_size // at.per_node, len({place["domain"] for place in answers.values()})
-    text = f"{at.world_size} on {_count(nodes, 'node')} in {_count(domains, 'NVLink domain')}; {', '.join(kinds)}"
+    text = f"{at.world_size} on {count(nodes, 'node')} in {count(domains, 'NVLink domain')}; {', '.join(kinds)}"
     if len(kinds) > 1:
         odd = [at.name(rank) for rank, place in answers.items() if place["device"] != kinds[0]]
         return [Finding("wrong", "ranks", f"{text}: one kind expected, other than {kinds[0]}: {few(odd)}")]
@@ -137,7 +137,3 @@ def judge_transformer_engine(at: Examined, answers: dict[int, dict[str, Any]]) -
         for problem in answer["problems"]
     ]
     return wrong or [Finding("ok", name, f"{answers[0]['shown']}, for {asked}")]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

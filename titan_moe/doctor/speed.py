@@ -8,14 +8,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from titan_moe import run_folder
+from titan_moe import machine_check, run_folder
 from titan_moe.doctor import bench
-from titan_moe.doctor.contract import Check, Examined, Finding, few
+from titan_moe.doctor.contract import Check, Examined, Finding, count, few
+from titan_moe.plan.memory import GIB
 
 SHARES = {"cuda": 0.9, "cpu": 0.4}
 """Of the median, below which a rank is slow. GPUs of one kind differ by a few percent; processes on CPUs share cores,
@@ -33,16 +33,13 @@ FLOORS = {
 """Of which rate of the data sheet (its unit in ours) a healthy machine reaches which share at least"""
 
 PROCESS_GIB = 2.0
-"""Host memory of one training process, at least: the debug model on a CPU takes so much"""
+"""Host memory of one training process, at least: the debug model on a CPU takes half of it"""
 
 
 def host_memory(at: Examined) -> float | None:
     """GiB that processes could still take on this node."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except FileNotFoundError:  # not Linux
-        return None
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) / 2**20
+    available = machine_check.available_bytes()
+    return None if available is None else available / GIB
 
 
 def judge_host_memory(at: Examined, answers: dict[int, float | None]) -> list[Finding]:
@@ -51,7 +48,7 @@ def judge_host_memory(at: Examined, answers: dict[int, float | None]) -> list[Fi
         return [Finding("note", "host memory", "unknown on this system")]
     need = at.per_node * PROCESS_GIB
     low = [f"{at.name(rank)} {gib:.1f}" for rank, gib in nodes.items() if gib < need]
-    expected = f"{at.per_node} processes x {PROCESS_GIB} = {need:.0f} GiB"
+    expected = f"{count(at.per_node, 'process', 'es')} x {PROCESS_GIB} = {need:.0f} GiB"
     if low:
         text = f"free GiB: {few(low)}; expected at least {expected}; end other programs, or start fewer processes"
         return [Finding("wrong", "host memory", text)]
