@@ -1,5 +1,5 @@
 """What the planner says of the shipped configurations: `python -m scripts.config_table` renews the line `# Plan:` in
-the header of each file and prints README's table of them. A test notices when a header is out of date.
+the header of each file; planner_docs.py writes README's table of them. Tests notice when one is out of date.
 """
 
 import re
@@ -31,27 +31,26 @@ def line(plan: Plan) -> str:
 
 
 def layout(job: Job) -> str:
-    degrees = {"FSDP": job.dp_shard, "CP": job.cp, "PP": job.pp, "EP": job.ep, "MTP": job.num_mtp_layers}
-    return ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > (name != "MTP"))
+    degrees = {"HSDP": job.dp_replicate, "FSDP": job.dp_shard, "TP": job.tp, "CP": job.cp, "PP": job.pp, "EP": job.ep}
+    shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    return ", ".join([*shown, "MTP"] if job.num_mtp_layers else shown)
 
 
-def table(plans: dict[Path, Plan]) -> list[str]:
-    """Markdown."""
+def table() -> str:
+    """In Markdown."""
     lines = [
         "| file | model | GPUs | layout | sequence | memory, GiB | planned tokens/s per GPU | status |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for path, plan in plans.items():
+    for path, plan in planned().items():
         job, memory = plan.job, plan.memory
-        cells = [f"`{path.name}`", job.model_name, f"{job.gpus:,} {job.hardware.name}", layout(job), f"{job.seq_len:,}"]
-        cells += [f"{memory.needed / GIB:,.1f} of {memory.capacity / GIB:,.1f}"]
-        cells += [f"{plan.speed.tokens_per_s_per_gpu:,.0f}", "twin run on CPUs"]
+        cells = [f"[{path.stem}](train_configs/{path.name})", job.model_name, f"{job.gpus:,} {job.hardware.name}"]
+        cells += [layout(job), f"{job.seq_len:,}", f"{memory.needed / GIB:,.1f} of {memory.capacity / GIB:,.1f}"]
+        cells += [f"{plan.speed.tokens_per_s_per_gpu:,.0f}", "dry run; twin run on CPUs"]
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    plans = planned()
-    for path, plan in plans.items():
+    for path, plan in planned().items():
         path.write_text(LINE.sub(line(plan), path.read_text()))
-    print("\n".join(table(plans)))

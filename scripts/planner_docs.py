@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from scripts import config_table  # noqa: E402
 from titan_moe import config_file  # noqa: E402
 from titan_moe.plan import constants, memory_runs, pictures, published, report, validate  # noqa: E402
 
@@ -75,6 +76,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "short report": short_report,
     "validation": validation,
     "headline": headline,
+    "configurations": config_table.table,
     "memory": memory,
 }
 

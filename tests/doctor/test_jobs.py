@@ -69,7 +69,9 @@ def test_a_rank_that_dies_is_named_on_both_nodes():
 
 def test_as_the_shell_runs_it():
     command = [str(REPO / "run_train.sh"), "--doctor", "train_configs/debug_model.toml"]
+    begin = time.monotonic()
     status, said, err = finish(start(*command, NGPU="2", PYTHON=sys.executable))
+    assert time.monotonic() - begin < 60
     # This machine may have other work, that slows one of the ranks.
     assert err == "" and status == int(any(text.startswith("slow") for text in said.values()))
     software, speed = ["ranks", "packages", "host memory", "run folder"], ["GEMM", "memory copy", "connection"]

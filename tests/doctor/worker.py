@@ -1,4 +1,4 @@
-"""`python -m tests.worker CASE`: the doctor on ranks of which one is sick, by wrapping what it measures.
+"""`python -m tests.doctor.worker CASE`: the doctor on ranks of which one is sick, by wrapping what it measures.
 
 NNODES, NGPU and so on in the environment, as for run_train.sh; the exit status is the doctor's.
 """

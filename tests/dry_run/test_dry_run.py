@@ -1,5 +1,6 @@
 """Dry runs of the debug model on meshes of every kind: that they run, what they count, and which are refused."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,10 @@ def test_every_mesh_and_schedule_runs_and_is_close_to_the_plan(tmp_path: Path) -
 def test_every_configuration_that_is_shipped_runs_at_its_size(tmp_path: Path, path: str) -> None:
     arguments = [f"train_configs/{path}", "--training.mixed_precision_param=bfloat16"]
     gpus = config_file.load(arguments).plan.gpus or 2
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = dry_runs({"it": (gpus, gpus - 1, arguments)}, tmp_path)["it"]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 5 * 60 and after.ru_maxrss < 16 * 2**20  # s of processor time, KiB
     for kind in ("parameters", "gradients", "optimizer"):
         assert run["planned"][kind] == pytest.approx(run["most"][kind], rel=0.03), kind
 
