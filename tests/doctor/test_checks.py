@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titan_moe import machine_check
 from titan_moe.config import Config
 from titan_moe.doctor.checks import checks, judge_rank_order
 from titan_moe.doctor.contract import Examined
 from titan_moe.doctor.software import te_problems
-from titan_moe.doctor.speed import FLOORS, judge_rates
+from titan_moe.doctor.speed import FLOORS, host_memory, judge_host_memory, judge_rates
 from titan_moe.moe import te
 from titan_moe.plan.hardware import HARDWARE
 
@@ -38,6 +39,15 @@ def test_rates_against_the_median_and_the_data_sheet():
     assert found.state == "ok"
     names = {check.name for check in checks(torch.device("cuda"), 2, 8)}
     assert names >= FLOORS.keys() and all(hasattr(HARDWARE["H100"], rate) for rate, _, _ in FLOORS.values())
+
+
+def test_memory_is_what_a_container_leaves(monkeypatch):
+    monkeypatch.setattr(machine_check, "available_bytes", lambda: 7 * 2**30)
+    at, gib = examined(), host_memory(examined())
+    (found,) = judge_host_memory(at, {0: gib, 4: 64.0})
+    assert found.state == "wrong"
+    assert "free GiB: rank 0 (n0) 7.0; expected at least 4 processes x 2.0 = 8 GiB" in found.text
+    assert judge_host_memory(at, {0: 8.5, 4: 64.0})[0].state == "ok"
 
 
 def test_gpus_that_torch_does_not_see_are_not_passed_over(monkeypatch):
