@@ -4,7 +4,7 @@
 #        ./run_train.sh CONFIG.toml [--section.key=value ...] --print_config    prints the resolved configuration
 #        ./run_train.sh CONFIG.toml --plan [--plan.hardware=GB300 --plan.gpus=256 --plan.json --plan.png=FOLDER ...]
 #        ./run_train.sh --doctor [CONFIG.toml] [--section.key=value ...]    checks this node, or all nodes of a job
-#        ./run_train.sh CONFIG.toml --comm.mode=fake_backend    a dry run: bytes and collectives of one rank, no GPU needed
+#        ./run_train.sh CONFIG.toml --comm.mode=fake_backend    a dry run: bytes and collectives of a rank, without GPUs
 #        ./run_train.sh --help [SECTION or SECTION.KEY]    prints this and all keys, or those of one section in full
 #
 # Sets up .venv on first use, checks the configuration once, then starts one process per GPU with torchrun.
@@ -23,7 +23,7 @@
 #   NVLINK_DOMAINS one word per node in the order of ranks, the same for nodes that share an NVLink domain
 #                  (default: as plan.hardware says, the nodes of a domain one after the other)
 #   RUN_ID         names the run; the same on all nodes and when it is continued (default: from SLURM, or a new one)
-#   NUMA_BINDING   as torchrun's --numa-binding: "node" keeps processes on the CPUs next to their GPU (default: anywhere)
+#   NUMA_BINDING   as torchrun's --numa-binding: "node" keeps processes on CPUs next to their GPU (default: anywhere)
 #   MAX_RESTARTS   times that torchrun starts the processes again after a failure (default: 0)
 #   PYTHON         Python >= 3.11 to set up with, or to use when it has all packages (default: python3)
 #   TITAN_MOE_TE   0: do not build Transformer Engine on a machine with a GPU
@@ -79,17 +79,18 @@ if [[ -z $config && " $*" == *" --job.config_file"* ]]; then # as torchtitan use
     config=$1
     shift
 fi
-[[ -n $config || (-n $doctor && -z $prints) ]] || die "$(usage)"
+[[ -n $config || (-n $doctor && -z $prints && " $* " != *" --plan"*) ]] || die "$(usage)"
 
 if [[ " $* " =~ \ --plan(\.json|\.png)?[\ =] ]]; then # a prediction: no processes, no run folder
     python=${PYTHON:-$root/.venv/bin/python} # any Python that is new enough will do: nothing is set up for it
     command -v "$python" >/dev/null || python=python3
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "--plan needs Python 3.11 or newer (PYTHON=...)"
-    PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m titan_moe.plan "$config" "$@"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "--plan needs Python >= 3.11 (PYTHON=...)"
+    exec "$python" -m titan_moe.plan "$config" "$@"
 fi
 
 export NNODES=${NNODES:-1}
-if [[ -z $prints$doctor && " $* " =~ \ --comm\.mode[=\ ]fake_backend\  ]]; then # a dry run: one process for any number of nodes
+# A dry run: one process, whatever the number of nodes.
+if [[ -z $prints$doctor && " $* " =~ \ --comm\.mode[=\ ]fake_backend\  ]]; then
     python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
     exec "$python" -m titan_moe.dry_run "$config" "$@"
 fi

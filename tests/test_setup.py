@@ -431,7 +431,8 @@ def test_run_train_examines_with_a_configuration_or_without(launcher):
         assert argv == ["-m", "titan_moe.doctor", *(word for word in args if word != "--doctor")]
         assert [env[name] for name in ("NNODES", "NGPU", "NODE_RANK", "GPUS")] == ["2", "4", "1", "4"]
     assert "needs MASTER_ADDR" in launcher("--doctor", NNODES="2")[1]
-    assert launcher("--doctor", "--print_config")[1].startswith("usage:")
+    for word in ("--print_config", "--plan"):
+        assert launcher("--doctor", word)[1].startswith("usage:")
 
 
 @pytest.mark.parametrize(
