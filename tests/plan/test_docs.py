@@ -20,7 +20,8 @@ def test_generated_parts_are_current():
 
 def test_readme_and_page_have_every_block_they_should():
     readme, page = ((REPO / name).read_text() for name in ("README.md", "docs/planner.md"))
-    for text, names in ((readme, ("short report", "headline")), (page, ("command", "report", "validation", "memory"))):
+    in_readme, on_page = ("configurations", "short report", "headline"), ("command", "report", "validation", "memory")
+    for text, names in ((readme, in_readme), (page, on_page)):
         for name in names:
             block = text.split(f"<!-- planner: {name} -->")[1].split("<!-- end -->")[0]
             assert block.strip(), name
