@@ -2,7 +2,8 @@
 
 torchtitan cuts the model and torch runs the schedule. What is ours: the layout (pipeline_layout.py), and that one
 optimizer step is one run of the schedule: microbatches of gradient accumulation go through the pipeline behind each
-other, so that it fills and drains once per step and gradients are reduced once.
+other, so that it fills and drains once per step and gradients are reduced once. That makes many microbatches, so stages
+hold no more than those in flight (pipeline_stage.py).
 
 A rank holds one stage or several, each a model with only its modules left; a stage without the embedding takes hidden
 states, one without the head returns them. Only the rank of the last stage knows the loss.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules
 from torchtitan.config import CompileConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, pipeline_parallel
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.deepseek_v3 import MTPDecoder
 
@@ -27,6 +28,9 @@ from titan_moe.config_check import model_flavor
 from titan_moe.inputs import Inputs
 from titan_moe.moe.layer import moe_layers
 from titan_moe.pipeline_layout import pipeline_layout
+from titan_moe.pipeline_stage import InFlightStage
+
+pipeline_parallel.PipelineStage = InFlightStage  # type: ignore[misc]  # what pipeline_llm cuts the model into
 
 
 class Pipeline:
@@ -74,6 +78,9 @@ class Pipeline:
             loss_fn=loss_fn,
         )
         self.parts: list[MTPDecoder] = parts  # type: ignore[assignment]
+        several = isinstance(self.schedule, schedules.PipelineScheduleMulti)
+        self.stages: list[InFlightStage] = self.schedule._stages if several else [self.schedule._stage]  # type: ignore
+        assert all(isinstance(stage, InFlightStage) for stage in self.stages)
         self.device = device
         # Before the first step, and where training and validation alternate, torch runs the stages once on tensors
         # without content to learn their shapes.
@@ -115,6 +122,8 @@ class Pipeline:
             return_outputs=False,
             **kwargs,
         )
+        for stage in self.stages:
+            assert not stage.held(), f"stage {stage.stage_index} still holds microbatches {stage.held()}"
         # torch may leave a loss on the CPU when FSDP runs inside a stage.
         total = torch.zeros((), device=self.device)
         return total + sum(loss.detach().to(self.device) for loss in losses)

@@ -10,11 +10,8 @@ from typing import Any, cast
 from titan_moe.dry_run import gpu  # isort: skip - first: it decides what titan_moe.runtime sees
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -60,8 +57,7 @@ def dry_run(config: Config, world_size: int, rank: int) -> DryRun:
 def shortened(config: Config, world_size: int) -> Config:
     """`config` without compilation, with torch's experts for all that keep the same tensors, and with no more
     microbatches per step than it takes to hold what a longer step would hold: of gradient accumulation's the first adds
-    to nothing and the last reduces; four times as many as it has ranks bring any pipeline to its steady state, but for
-    `received_by`, of which there is more with each."""
+    to nothing and the last reduces; four times as many as it has ranks bring any pipeline to its steady state."""
     p = config.parallelism
     pp = p.pipeline_parallel_degree
     microbatches = min(microbatches_per_step(config, world_size), 2 if pp == 1 else 4 * pp)
@@ -129,15 +125,9 @@ def tell_shapes(pipeline: Pipeline, config: Config, parallel_dims: ParallelDims)
     width = model_flavor(config).dim
     between_BLD = torch.zeros(batch, seq_len // parallel_dims.tp, width, dtype=dtype, requires_grad=True)
     last_BLD = torch.zeros(batch, seq_len, width, dtype=dtype, requires_grad=True)
-    for stage in stages_of(pipeline):
+    for stage in pipeline.stages:
         given, made = (tokens_BL if stage.is_first else between_BLD), (last_BLD if stage.is_last else between_BLD)
         stage._user_meta = _StageMeta(inputs=extract_tensor_metas((given,)), outputs=extract_tensor_metas((made,)))
-
-
-def stages_of(pipeline: Pipeline) -> list[PipelineStage]:
-    schedule = pipeline.schedule
-    several = isinstance(schedule, PipelineScheduleMulti)
-    return schedule._stages if several else [cast(PipelineScheduleSingle, schedule)._stage]  # type: ignore[return-value]
 
 
 def step(run: train.Run) -> None:
@@ -160,15 +150,13 @@ def watched_step(run: train.Run) -> tuple[Ledger, Collectives]:
     plan_evenly(run, nullcontext)
     step(run)
     label_states(run, ledger)
+    label_received(run, ledger)
     plan_evenly(run, lambda: watch)
     run.loss_fn = assuming(WORKING, run.loss_fn, ledger)  # the head's gradients are made in forward already
     if run.pipeline is not None:
         run.pipeline.loss_fn = run.loss_fn
     with ledger.seeing_resizes(), watch:
         step(run)
-    for received in received_by(run):
-        ledger.label(received, PIPELINE)  # between two stages of one rank it is what the first has made
-        ledger.label(received.grad, PIPELINE)
     return ledger, collectives
 
 
@@ -196,18 +184,21 @@ def label_states(run: train.Run, ledger: Ledger) -> None:
             for value in state.values():
                 ledger.label(value, OPTIMIZER)
 
-    for received in received_by(run):
-        ledger.label(received, PIPELINE)
+
+def label_received(run: train.Run, ledger: Ledger) -> None:
+    """Gradients that a pipeline's stages receive, which no backward has made. The hidden states become activations."""
+    for stage in run.pipeline.stages if run.pipeline else ():
+        stage.get_bwd_recv_ops = labelling(stage.get_bwd_recv_ops, ledger)  # type: ignore[method-assign]
 
 
-def received_by(run: train.Run) -> list[Tensor]:
-    """What a pipeline's stages receive into: torch has a tensor for every microbatch of a step, from the first step on,
-    and leaves the gradient of each in it until the next."""
-    stages = [] if run.pipeline is None else stages_of(run.pipeline)
-    infos = [
-        info for stage in stages for each in (stage.args_recv_info, stage.grad_recv_info) for info in each.values()
-    ]
-    return [received.buffer for info in infos for received in info if received.buffer is not None]
+def labelling(receive: Callable[[int], list[dist.P2POp]], ledger: Ledger) -> Callable[[int], list[dist.P2POp]]:
+    def receive_and_label(microbatch: int) -> list[dist.P2POp]:
+        ops = receive(microbatch)
+        for op in ops:
+            ledger.label(op.tensor, PIPELINE)
+        return ops
+
+    return receive_and_label
 
 
 def assuming(kind: str, function: Callable[..., Any], ledger: Ledger) -> Any:

@@ -27,7 +27,7 @@ PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimize
 GATHERED, UNREDUCED = "gathered parameters", "unreduced gradients"
 ACTIVATIONS, WORKING, PIPELINE = "activations", "working set", "pipeline's buffers"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, GATHERED, UNREDUCED, ACTIVATIONS, WORKING, PIPELINE)
-"""The planner's names (plan/memory.py), "buffers" of the model, and what torch's pipeline stages receive into"""
+"""The planner's names (plan/memory.py), "buffers" of the model, and gradients that pipeline stages receive"""
 
 
 @dataclass(eq=False)

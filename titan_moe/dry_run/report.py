@@ -5,15 +5,11 @@ from dataclasses import dataclass
 from titan_moe.config import Config
 from titan_moe.dry_run.check import left_out
 from titan_moe.dry_run.collectives import Collectives
-from titan_moe.dry_run.ledger import ACTIVATIONS, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, PIPELINE, WORKING, Ledger
+from titan_moe.dry_run.ledger import ACTIVATIONS, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, WORKING, Ledger
 from titan_moe.plan import hardware, memory
 from titan_moe.plan.job import Job
 
 MIB = 2**20
-PIPELINE_NOTE = [
-    "torch's pipeline stages keep what they receive, and its gradient, for every microbatch of a step: those not run",
-    "here add what is told below the peak.",
-]
 STATES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS)
 
 
@@ -82,8 +78,6 @@ def _peak(run: DryRun) -> list[str]:
     # Not compared one by one: the planner's peak may be at another moment.
     lines = [_line(kind, found[kind], planned[kind], compared=False) for kind in kinds]
     lines = ["At the peak", *lines, _line("together", sum(found.values()), sum(planned.values()))]
-    if more := found[PIPELINE] * (run.job.microbatches / run.microbatches - 1):
-        lines.append(f"  {f'+ of the other {run.job.microbatches - run.microbatches:,}':24}{more / MIB:14,.1f}")
     return lines
 
 
@@ -105,6 +99,5 @@ def _notes(run: DryRun) -> list[str]:
         "Every expert gets the mean number of tokens. Bytes are those that tensors ask for: without the allocator's",
         "rounding and fragmentation, without CUDA context, NCCL and cuBLAS, and without what a kernel has for itself.",
         "A collective's MiB are of the larger of what goes in and comes out, of all its calls in the microbatches run.",
-        *(PIPELINE_NOTE if run.job.pp > 1 else []),
         f"Not run: {', '.join(left_out(run.config))}.",
     ]
