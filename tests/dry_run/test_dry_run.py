@@ -46,13 +46,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 def close_to_the_plan(run: dict[str, Any]) -> None:
-    """States within 3 %; activations, which planner and dry run come to on quite different ways, within 5. The input of
-    a stage's first layer is among the planner's activations, but in the dry run one of the pipeline's buffers."""
+    """States within 3 %; activations, which planner and dry run come to on quite different ways, within 5."""
     most, planned = run["most"], run["planned"]
     for kind in ("parameters", "gradients", "optimizer"):
         assert planned[kind] == pytest.approx(most[kind], rel=0.03), kind
-    kept = most["activations"]
-    assert 0.95 * kept < planned["activations"] < 1.05 * (kept + most["pipeline's buffers"])
+    assert planned["activations"] == pytest.approx(most["activations"], rel=0.05)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,6 +102,7 @@ def test_a_pipeline_sends_as_many_microbatches_as_it_takes_to_fill_it(runs) -> N
     calls = {(op, axes): (count, size) for op, axes, _, count, size in run["collectives"]}
     each = SEQUENCE * WIDTH * 2
     assert calls["send", "pp"] == calls["receive", "pp"] == (8, 8 * each)
+    assert run["most"]["pipeline's buffers"] == 2 * each, "the gradient that backward takes, and the one before"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

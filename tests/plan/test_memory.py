@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.cases import LAYERS, PP2, SCHEDULE
 from tests.distributed.harness import free_port, torchrun
 from tests.dry_run.harness import dry_runs
 from titan_moe import config_file, flavors, recompute_facts
 from titan_moe.plan import activations, memory_runs, parameters
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
-from titan_moe.plan.memory import activations_held, in_flight, predict_memory, states
+from titan_moe.plan.memory import activations_held, entries_of_rank, in_flight, predict_memory, states
 
 MIB = 2**20
 REPO = Path(__file__).parents[2]
@@ -153,12 +154,40 @@ def test_zero1_states_are_6_plus_12_over_the_shards():
 
 def test_pipelines_hold_what_their_schedule_has_in_flight():
     first, last = (in_flight(megatron(pp=8), rank) for rank in (0, 7))
-    assert (first, last) == ([8], [1])
-    # Two stages per rank, rank 0: 8 microbatches of its first stage, then 8 of its second, then 7 more of the first.
-    assert in_flight(megatron(pp=8, vp=2), 0) == [15, 8]
-    assert in_flight(megatron(pp=8, vp=2), 7) == [8, 1]
-    assert in_flight(megatron(pp=8, vp=2, schedule="DualPipeV"), 3) == [9, 9]
-    assert in_flight(megatron(pp=8, global_batch_size=64), 0) == [2]
+    assert (first, last) == ({(8,)}, {(1,)})
+    # Two stages per rank, rank 0: 8 microbatches of its first stage, then 8 of its second, then 7 more of the first;
+    # and one more of that after the first backward, which is one of the second.
+    assert in_flight(megatron(pp=8, vp=2), 0) == {(15, 8), (16, 7)}
+    assert max(in_flight(megatron(pp=8, vp=2), 7)) == (9, 0)
+    assert in_flight(megatron(pp=8, vp=2, schedule="DualPipeV"), 3) == {(13, 4)}
+    assert in_flight(megatron(pp=8, global_batch_size=64), 0) == {(2,)}
+
+
+def test_of_unequal_stages_the_worst_moment_counts():
+    """Layers [1, 1, 2, 0] on two ranks: the second has three microbatches of its one layer, or two and one of none."""
+    words = [PP2, f"{SCHEDULE}=Interleaved1F1B", "--training.local_batch_size=8", f"{LAYERS}=[1, 1, 2, 0]"]
+    job = Job.from_config(config_file.load(["train_configs/debug_model.toml", *words]), 2, HARDWARE["H100"])
+    assert in_flight(job, 1) == {(3, 0), (2, 1)}
+    items = {entry.name: entry.size for entry in activations_held(job, 1)}
+    layer = {item.name: item.size for item in activations.layer(job, "moe")}
+    assert items["residual"] == 3 * layer["residual"]
+
+
+def test_what_is_received_ahead_is_one_of_this_trainers_buffers():
+    """The first rank of an interleaved pipeline of 16 has a round of 16 microbatches waiting for its second stage."""
+    job = megatron(pp=16, vp=2, schedule="Interleaved1F1B", sharding="fsdp", global_batch_size=1024)
+    (received,) = (entry.size for entry in entries_of_rank(job, 0) if entry.group == "pipeline's buffers")
+    assert received == 16 * job.tokens * 2 * DEEPSEEK.dim
+    other = entries_of_rank(replace(job, sharding="zero1"), 0)
+    assert "pipeline's buffers" not in {entry.group for entry in other}
+
+
+def test_recompute_keeps_what_both_hops_received():
+    """4,096 tokens x 3.95 nodes of 8 x 14 KiB; sent again it is not kept, and without recompute nothing needs it."""
+    job = megatron(ep=64, sharding="fsdp", dispatcher="dedup", ranks_per_node=8, recompute_mode="full")
+    assert layer_mib(job)["rows of the first hop"] == pytest.approx(221, abs=1)
+    assert "rows of the first hop" not in layer_mib(replace(job, redispatch=True))
+    assert layer_mib(replace(job, recompute_mode="none"))["rows of the first hop"] == 0
 
 
 def test_accumulation_keeps_whole_gradients_with_fsdp():

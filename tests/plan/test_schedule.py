@@ -1,6 +1,10 @@
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.pipelining import schedules
 
 from titan_moe.plan import schedule
 from titan_moe.plan.schedule import Op
@@ -95,3 +99,55 @@ def test_zero_bubble_schedules_have_smaller_bubbles():
     dual, _ = schedule.zero_bubble_seconds("DualPipeV", half, half, half, two_each, 32)
     assert plain - work == pytest.approx(9)
     assert (zb - work, zbv - work, dual - work) == (pytest.approx(3), pytest.approx(0), pytest.approx(2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against torch's order of actions
+
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+PIPELINES = [
+    *itertools.product(("Interleaved1F1B", "InterleavedZeroBubble"), (2, 4, 8), (2, 3), (8, 10, 16, 24, 36)),
+    *itertools.product(V_SHAPED, (2, 4, 8), (2,), (4, 16, 36)),
+]
+
+
+def torchs_orders(name: str, pp: int, vp: int, microbatches: int) -> dict[int, list[schedules._Action]]:
+    """Rank -> actions, sub-actions one by one. Skips what torch refuses."""
+    last = pp * vp - 1
+    places = [0, last] if name in V_SHAPED else range(0, last + 1, pp)
+    shared: dict[str, Any] = {"num_stages": last + 1, "group_size": pp, "group_rank": 0, "is_first": True}
+    shared |= {"stage_index_to_group_rank": {}, "is_last": True, "group": None, "submod": torch.nn.Identity()}
+    stages: Any = [SimpleNamespace(stage_index=place, **shared) for place in places]
+    try:
+        made: Any = schedules.get_schedule_class(name)(stages, microbatches, loss_fn=lambda output, goal: output)
+    except ValueError as refused:
+        pytest.skip(str(refused))
+    orders = made.pipeline_order_with_comms.items()
+    return {rank: [part for each in actions for part in each.sub_actions or (each,)] for rank, actions in orders}
+
+
+@pytest.mark.parametrize(("name", "pp", "vp", "microbatches"), PIPELINES)
+def test_ranks_hold_what_torchs_schedules_make_them_hold(name: str, pp: int, vp: int, microbatches: int) -> None:
+    """Of each stage at its fullest moments, exactly; received ahead, never more, and less by three at most."""
+    for rank, actions in torchs_orders(name, pp, vp, microbatches).items():
+        held = dict.fromkeys([rank, 2 * pp - 1 - rank] if name in V_SHAPED else range(rank, pp * vp, pp), 0)
+        moments, posted, ahead = set(), set(), 0
+        for action in actions:
+            kind, stage, microbatch = action.computation_type, action.stage_index, action.microbatch_index
+            if kind in (schedules.RECV_F, schedules.RECV_B):
+                posted.add((kind == schedules.RECV_F, stage, microbatch))
+            ahead = max(ahead, len(posted))
+            if kind in (schedules.FORWARD, schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT):
+                posted.discard((kind == schedules.FORWARD, stage, microbatch))
+            if kind == schedules.FORWARD:
+                held[stage] += 1
+            if kind in (schedules.FULL_BACKWARD, schedules.BACKWARD_WEIGHT):
+                held[stage] -= 1
+            moments.add(tuple(held.values()))
+        fullest = {
+            moment
+            for moment in moments
+            if not any(other != moment and all(a >= b for a, b in zip(other, moment)) for other in moments)
+        }
+        assert schedule.held(name, rank, pp, vp, microbatches) == fullest
+        assert ahead <= schedule.received_ahead(name, rank, pp, microbatches) <= ahead + 3

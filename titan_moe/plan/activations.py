@@ -296,7 +296,10 @@ def _routed(job: Job, kernels: Kernels) -> list[Item]:
     else:
         rows, wire = expert_rows(job, kernels.row_alignment), wire_rows(job)
         indices, again = 2 * rows + 5 * copies + 3 * wire + tokens, job.recompute_mode != "none"
+        crossed = 0.0 if job.ranks_per_node is None else node_rows(job)
         received = [
+            # Recompute hands rows on again, to get at what the last hop received, which it finds kept: so this too is.
+            Item("rows of the first hop", 2.0 * crossed * f.dim if again else 0.0, whole=not job.redispatch),
             Item("expert input", 0.0 if again else 2.0 * rows * f.dim, offload="moe_expert_input"),
             Item(
                 "received rows", 2.0 * wire * f.dim if again else 0.0, "", "moe_expert_input", whole=not job.redispatch
@@ -314,6 +317,12 @@ def wire_rows(job: Job) -> float:
     """Rows that one rank sends, and receives, in one dispatch: one for each (token, destination rank), or each copy."""
     copies = job.model.top_k if job.dispatcher == "alltoall" else unique_places(job.model, job.routing, job.ep)
     return job.tokens * copies
+
+
+def node_rows(job: Job) -> float:
+    """Rows that one rank sends, and receives, in the first of two hops: one for each (token, destination node)."""
+    assert job.ranks_per_node is not None
+    return job.tokens * unique_places(job.model, job.routing, job.ep // job.ranks_per_node)
 
 
 def local_rows(job: Job, kernels: Kernels = GPU) -> int:

@@ -82,6 +82,8 @@ class Job:
     dispatcher: Dispatcher = "alltoall"
     recv_buffer: Literal["exact", "worst_case"] | float = "exact"
     """Rows that a rank has room for; only te_ep's own memory follows it here"""
+    ranks_per_node: int | None = None
+    """With dedup: a token crosses to a node of so many ranks once, and is handed on there"""
     routing: Routing = "natural"
     early_weighting: bool = True
     """Routing weights multiplied in at SwiGLU rather than on the experts' output"""
@@ -212,6 +214,7 @@ def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Preci
         recompute=frozenset(ac.recompute),
         dispatcher=auto if config.moe.dispatcher == "auto" else config.moe.dispatcher,
         recv_buffer=config.moe.recv_buffer,
+        ranks_per_node=config.moe.ranks_per_node,
         routing="natural" if config.moe.force_balance == "none" else config.moe.force_balance,
         early_weighting=config.moe.weighting == "early",
         redispatch=config.moe.redispatch,

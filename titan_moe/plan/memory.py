@@ -25,11 +25,12 @@ Sizes in bytes; GiB = 2**30. Imports no torch.
 """
 
 from collections import defaultdict
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from titan_moe import te_ep_check
-from titan_moe.plan import activations, nccl_ep
+from titan_moe.plan import activations, nccl_ep, schedule, traffic
 from titan_moe.plan.activations import GPU, Kernels
 from titan_moe.plan.job import Job
 from titan_moe.plan.parameters import REPLICATED_BY_TP, Kind, of_embedding, of_head, of_layer
@@ -105,7 +106,8 @@ def predict_memory(job: Job, kernels: Kernels = GPU) -> Memory:
 def entries_of_rank(job: Job, rank: int, kernels: Kernels = GPU) -> list[Entry]:
     """What pipeline rank `rank` holds at its worst moment."""
     stages = job.stages_of_rank(rank)
-    found = [*states(job, rank), *_buffers(job, stages), *_largest(_working_sets(job, stages, kernels))]
+    found = [*states(job, rank), *_buffers(job, stages), *_received(job, rank)]
+    found += _largest(_working_sets(job, stages, kernels))
     kept = activations_held(job, rank, kernels)
     if job.sharding == "zero1":
         return [*found, *kept]
@@ -218,38 +220,43 @@ def _gathered(job: Job, stages: list[Stage]) -> list[Entry]:
 # Activations
 
 
-def in_flight(job: Job, rank: int) -> list[float]:
-    """Microbatches whose activations a pipeline rank holds at most, for each of its stages.
-
-    1F1B: as many as there are ranks from here to the end. Interleaved: warm-up runs pp microbatches on each stage of
-    the rank in turn, then starts over. V-shaped schedules hold what 1F1B's first rank does, on every rank, DualPipeV
-    one more; hiding all-to-all behind another microbatch keeps one more alive too.
-    """
-    m, pp, vp = job.microbatches, job.pp, job.vp
-    if pp == 1:
-        return [min(m, 2 if job.overlap != "none" and m > 1 else 1)] * vp
-    if job.schedule in ("ZBVZeroBubble", "DualPipeV"):
-        return [min(m, pp + (job.schedule == "DualPipeV"))] * vp
-    if vp == 1:
-        return [min(m, pp - rank + (job.overlap != "none"))]
-    forwards = 2 * (pp - rank - 1) + (vp - 1) * pp + 1 + (job.overlap != "none")
-    rounds, rest = divmod(forwards, vp * pp)
-    return [min(m, rounds * pp + min(pp, max(0, rest - stage * pp))) for stage in range(vp)]
+def in_flight(job: Job, rank: int) -> Set[tuple[int, ...]]:
+    """Microbatches whose activations a pipeline rank holds, of each of its stages, at its fullest moments. Hiding
+    all-to-all behind another microbatch keeps one more alive."""
+    ahead = int(job.overlap != "none")
+    if job.pp == 1:
+        return {(min(job.microbatches, 1 + ahead),) * job.vp}
+    return schedule.held(job.schedule, rank, job.pp, job.vp, job.microbatches, ahead)
 
 
 def activations_held(job: Job, rank: int, kernels: Kernels = GPU) -> list[Entry]:
-    """What pipeline rank `rank` keeps for backward of all microbatches in flight."""
-    stages, held = job.stages_of_rank(rank), in_flight(job, rank)
-    sums: dict[str, float] = defaultdict(float)
-    for stage, microbatches in zip(stages, held, strict=True):
-        for kind, number in _layers([stage]).items():
-            for item in activations.kept(job, activations.layer(job, kind, kernels)) if number else []:
-                sums[item.name] += microbatches * number * item.size
-        if stage.head:
-            sums["final norm"] += 2.0 * job.tokens * job.model.dim * (2 if kernels.norm_is_fused else 5)
+    """What pipeline rank `rank` keeps for backward of all microbatches in flight, at the worst moment."""
+    each = [_of_microbatch(job, index, kernels) for index in job.stage_indices(rank)]
+    moments = [
+        {
+            name: sum(n * sizes.get(name, 0.0) for n, sizes in zip(held, each, strict=True))
+            for name in set().union(*each)
+        }
+        for held in in_flight(job, rank)
+    ]
+    sums = max(moments, key=lambda sizes: sum(sizes.values()))
     if kernels.values_are_padded:
-        sums["document mask"] += 1.0 * job.tokens * job.seq_len
+        sums["document mask"] = 1.0 * job.tokens * job.seq_len
     return [Entry("activations", name, size) for name, size in sorted(sums.items(), key=lambda item: -item[1])]
+
+
+def _of_microbatch(job: Job, index: int, kernels: Kernels) -> dict[str, float]:
+    """What a stage keeps of one microbatch."""
+    stage, hidden_states = job.stages[index], 2.0 * job.tokens * job.model.dim
+    sums: dict[str, float] = defaultdict(float)
+    for kind, number in _layers([stage]).items():
+        for item in activations.kept(job, activations.layer(job, kind, kernels)) if number else []:
+            sums[item.name] += number * item.size
+    if stage.head:
+        sums["final norm"] += hidden_states * (2 if kernels.norm_is_fused else 5)
+    elif job.sharding == "fsdp" and job.pp > 1:  # torch's stages keep it until the backward that begins with it
+        sums["stage output"] += hidden_states
+    return sums
 
 
 def _working_sets(job: Job, stages: list[Stage], kernels: Kernels) -> list[list[Entry]]:
@@ -287,6 +294,14 @@ def _layer_backward(job: Job, kind: Kind, kernels: Kernels) -> list[Entry]:
     if job.sharding == "fsdp" and kernels.norm_is_fused:  # a CPU goes over the rows in small blocks
         gradients.append(Entry("working set", "SwiGLU backward, FP32", 6 * 4.0 * rows * f.moe_hidden_dim))
     return gradients
+
+
+def _received(job: Job, rank: int) -> list[Entry]:
+    """What comes from other stages before it is computed with. (From then on hidden states are a layer's input.)"""
+    if job.pp == 1 or job.sharding == "zero1":
+        return []
+    ahead = schedule.received_ahead(job.schedule, rank, job.pp, job.microbatches)
+    return [Entry("pipeline's buffers", "received between stages", ahead * traffic.pp_bytes(job))]
 
 
 def _buffers(job: Job, stages: list[Stage]) -> list[Entry]:

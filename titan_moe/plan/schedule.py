@@ -12,6 +12,7 @@ state the slowest rank sets the period, so a few microbatches are enough and the
 family the bubble is the papers' closed form.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -76,21 +77,86 @@ def busy(placed: list[Placed], *lanes: Lane) -> float:
 SIMULATED_ROUNDS = 4  # rounds of pp microbatches: warm-up takes at most three
 
 
+def per_round(pp: int, microbatches: int) -> int:
+    """Microbatches that interleaved schedules run through one stage of a rank before they turn to the next: `pp`, and
+    a few more where that leaves a rest."""
+    return -(-microbatches // max(1, microbatches // pp))
+
+
 @lru_cache(maxsize=1024)
-def order(rank: int, pp: int, vp: int, microbatches: int) -> tuple[tuple[str, int, int], ...]:
-    """(F or B, stage, microbatch) as rank runs them: Megatron's interleaved 1F1B, plain 1F1B for vp = 1."""
-    total = microbatches * vp
+def order(
+    rank: int, pp: int, vp: int, microbatches: int, warm_up: int | None = None
+) -> tuple[tuple[str, int, int], ...]:
+    """(F or B, stage, microbatch) as rank runs them: Megatron's interleaved 1F1B, plain 1F1B for vp = 1. `warm_up` are
+    the forwards before the first pair, if others than that schedule's."""
+    total, each = microbatches * vp, per_round(pp, microbatches)
     steps = []
-    for first in range(0, microbatches, pp):
-        group = range(first, min(first + pp, microbatches))
+    for first in range(0, microbatches, each):
+        group = range(first, min(first + each, microbatches))
         steps += [(chunk, mb) for chunk in range(vp) for mb in group]
     forward = [("F", chunk * pp + rank, mb) for chunk, mb in steps]
     backward = [("B", (vp - 1 - chunk) * pp + rank, mb) for chunk, mb in steps]
-    warm_up = min(total, (pp - rank - 1) * 2 + (vp - 1) * pp if vp > 1 else pp - rank - 1)
+    if warm_up is None:
+        warm_up = (pp - rank - 1) * 2 + (vp - 1) * each if vp > 1 else pp - rank - 1
+    warm_up = min(total, warm_up)
     found = forward[:warm_up]
     for i in range(total - warm_up):
         found += [forward[warm_up + i], backward[i]]
     return tuple(found + backward[total - warm_up :])
+
+
+@lru_cache(maxsize=1024)
+def held(schedule: str, rank: int, pp: int, vp: int, microbatches: int, ahead: int = 0) -> frozenset[tuple[int, ...]]:
+    """Microbatches whose activations a rank holds, of each of its stages, at every moment that may be its fullest: at
+    none does it hold more of one stage and no less of the others. Which is worst, the sizes of the stages decide.
+
+    `ahead` are forwards run earlier than 1F1B would. Schedules that split backward hold a microbatch until its weight
+    gradients. V-shaped ones hold what 1F1B's first rank does, on every rank; DualPipeV one more.
+    """
+    if schedule in ("ZBVZeroBubble", "DualPipeV"):
+        first, second = 2 * pp - rank, rank + 1
+        pairs = [(first, second)] if schedule == "DualPipeV" else [(first, second - 1), (first - 1, second)]
+        return _fullest({(min(a, microbatches), min(b, microbatches)) for a, b in pairs})
+    each = per_round(pp, microbatches)
+    simulated = min(microbatches, SIMULATED_ROUNDS * each)
+    delayed = warm_up = None
+    if schedule == "InterleavedZeroBubble":  # a weight gradient for each input gradient, `rank` of them later
+        delayed, warm_up = rank, pp - rank - 1 + (vp - 1) * each
+    elif ahead:
+        warm_up = ahead + ((pp - rank - 1) * 2 + (vp - 1) * each if vp > 1 else pp - rank - 1)
+    counts, seen, waiting = dict.fromkeys(range(rank, pp * vp, pp), 0), set(), deque[int]()
+    for kind, stage, _ in order(rank, pp, vp, simulated, warm_up):
+        if kind == "F":
+            counts[stage] += 1
+            seen.add(tuple(counts.values()))
+        else:
+            waiting.append(stage)
+            if len(waiting) > (delayed or 0):
+                counts[waiting.popleft()] -= 1
+    return _fullest(seen)
+
+
+def _fullest(moments: set[tuple[int, ...]]) -> frozenset[tuple[int, ...]]:
+    def covered(moment: tuple[int, ...]) -> bool:
+        return any(other != moment and all(a >= b for a, b in zip(other, moment)) for other in moments)
+
+    return frozenset(moment for moment in moments if not covered(moment))
+
+
+def received_ahead(schedule: str, rank: int, pp: int, microbatches: int) -> int:
+    """Hidden states and gradients, at most, that a rank of this trainer has posted a receive for and does not yet
+    compute with.
+
+    torch posts a receive when the other rank has sent. Interleaved schedules come to the later stages of the first
+    rank, and back to the earlier ones of the last, most of a round after that; elsewhere what is received is soon used.
+    """
+    most = 4
+    if schedule == "1F1B":
+        most = 2  # it waits for each, and keeps the last gradient until it gets the next
+    elif schedule.startswith("Interleaved") and rank in (0, pp - 1):
+        each = per_round(pp, microbatches)
+        most = max(most, each if rank == 0 else each - pp // 2 + 2)
+    return min(most, 2 * microbatches)
 
 
 def pipeline_seconds(
