@@ -232,12 +232,10 @@ def in_flight(job: Job, rank: int) -> Set[tuple[int, ...]]:
 def activations_held(job: Job, rank: int, kernels: Kernels = GPU) -> list[Entry]:
     """What pipeline rank `rank` keeps for backward of all microbatches in flight, at the worst moment."""
     each = [_of_microbatch(job, index, kernels) for index in job.stage_indices(rank)]
+    names = dict.fromkeys(name for sizes in each for name in sizes)  # in an order that does not change
     moments = [
-        {
-            name: sum(n * sizes.get(name, 0.0) for n, sizes in zip(held, each, strict=True))
-            for name in set().union(*each)
-        }
-        for held in in_flight(job, rank)
+        {name: sum(n * sizes.get(name, 0.0) for n, sizes in zip(held, each, strict=True)) for name in names}
+        for held in sorted(in_flight(job, rank))
     ]
     sums = max(moments, key=lambda sizes: sum(sizes.values()))
     if kernels.values_are_padded:
