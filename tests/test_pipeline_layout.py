@@ -12,6 +12,7 @@ from torchtitan.distributed.pipeline_parallel import (
     _generate_llm_fqn_per_model_part,
     _get_pp_rank_to_stage_indices_mapping,
 )
+from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 
 from titan_moe import config_file
 from titan_moe.config_check import model_flavor
@@ -194,5 +195,5 @@ def test_flops_are_torchtitans():
     """But for what torchtitan counts besides: norms and router. Its attention is not causal, so a short sequence."""
     config = config_file.load(["train_configs/debug_model.toml", "--training.seq_len=8"])
     flavor, model = model_flavor(config), build_model(config)
-    _, expected = model.config.get_nparams_and_flops(model, 8)
+    _, expected = DeepSeekV3Model.Config.get_nparams_and_flops(model.config, model, 8)
     assert sum(stage_flops(flavor, [flavor.n_layers], 8)) == pytest.approx(expected, rel=0.01)

@@ -113,7 +113,14 @@ def test_nothing_half_written_has_the_name(tmp_path: Path, number: signal.Signal
         f"if __name__ == '__main__':\n    sys.exit(tokenize.main(['texts', 'ids', '--processes={processes}']))\n"
     )
     env = {**os.environ, "PYTHONPATH": str(REPO)}
-    process = subprocess.Popen([sys.executable, "slow.py"], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "slow.py"],
+        cwd=tmp_path,
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where a shell runs this behind it
+    )
     assert process.stderr is not None
     for progress in process.stderr:  # a line is over when the bar moves
         if re.search(r"\| [1-9]", progress):
