@@ -106,7 +106,6 @@ def build(config: Config) -> Run:
         part.to_empty(device=device)
         init_weights(part, config.debug.seed)
         part.train()
-    replay = Replay(config.moe.recv_buffer, model_parts, device)
 
     # 7) loss, optimizer, schedule
     loss_fn = build_loss(config, model_parts[-1])
@@ -146,7 +145,7 @@ def build(config: Config) -> Run:
         model_parts=model_parts,
         pipeline=pipeline,
         loss_fn=loss_fn,
-        replay=replay,
+        replay=Replay(config.moe.recv_buffer, model_parts, device),
         optimizers=optimizers,
         lr_schedulers=lr_schedulers,
         dataloader=dataloader,

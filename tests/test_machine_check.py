@@ -83,7 +83,7 @@ def test_the_launcher_asks_for_transformer_engine(capsys, monkeypatch):
     for part in (
         'moe.dispatcher = "te_ep": needs Transformer Engine',
         'moe.experts = "te": needs',
-        'or choose "dedup"',
+        'or choose "auto"',
     ):
         assert part in said
     assert launch.main(argv[:3], gpus) == 0

@@ -7,10 +7,9 @@ import pytest
 
 from titan_moe import config_file
 from titan_moe.config import Config
-from titan_moe.config_check import check, model_flavor
+from titan_moe.config_check import NEEDS_GPU, check, model_flavor
 from titan_moe.config_keys import get
 from titan_moe.flavors import FAMILIES
-from titan_moe.launch import NEEDS_GPU
 from titan_moe.machine_check import GIB, Machine, needed_bytes
 from titan_moe.scale_down import scale_down
 
@@ -81,7 +80,7 @@ def test_backends_of_gpus_give_way():
     assert [scale_down(config, n)[0].moe.ranks_per_node for n in (1, 2, 4)] == [None, None, 2]
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in NEEDS_GPU.items() for value in values])
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, (_, values) in NEEDS_GPU.items() for value in values])
 def test_nothing_that_is_refused_without_a_gpu_stays(key, value):
     config = Config()
     config.model.flavor, config.parallelism.expert_parallel_degree = "671B", 64

@@ -91,6 +91,14 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
     ),
 ]
 
+NEEDS_GPU: dict[str, tuple[str, tuple[str, ...]]] = {
+    "checkpoint.async_mode": ("async", ("async_with_pinned_mem",)),
+    "moe.dispatcher": ("auto", ("te_ep", "deepep", "hybridep")),
+    "moe.experts": ("auto", ("te", "te_fused")),
+    "moe.router": ("torch", ("te",)),
+}
+"""Values that only a GPU can do, behind the one to choose elsewhere"""
+
 
 def check(config: Config, world_size: int, *, accelerator: bool = False) -> list[str]:
     """Everything that does not fit together when `world_size` processes train `config`; empty when all does.

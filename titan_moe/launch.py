@@ -15,18 +15,11 @@ from pathlib import Path
 
 from titan_moe import config_file, config_help, placement, run_folder, titan_dispatchers_check
 from titan_moe.config import Config
+from titan_moe.config_check import NEEDS_GPU
 from titan_moe.config_file import ConfigError, Loaded
 from titan_moe.config_keys import get
 from titan_moe.machine_check import refusal, this_machine, warning, without_te
 from titan_moe.preflight import data_problems
-
-NEEDS_GPU = {
-    "checkpoint.async_mode": ("async_with_pinned_mem",),
-    "moe.dispatcher": ("te_ep", "deepep", "hybridep"),
-    "moe.experts": ("te", "te_fused"),
-    "moe.router": ("te",),
-}
-"""Values that only a GPU can do. Backends and number types that need one join here when they are built in"""
 
 
 def main(argv: list[str], env: Mapping[str, str]) -> int:
@@ -93,7 +86,7 @@ def _hardware(config: Config) -> list[str]:
     """What the configuration asks of a GPU, for a machine that has none."""
     return [
         f'{key} = "{get(config, key)}": needs a GPU, and this machine shows none to nvidia-smi'
-        for key, values in NEEDS_GPU.items()
+        for key, (_, values) in NEEDS_GPU.items()
         if get(config, key) in values
     ]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_moe.config import Config
-from titan_moe.config_check import check, model_flavor
+from titan_moe.config_check import NEEDS_GPU, check, model_flavor
 from titan_moe.config_keys import get
 from titan_moe.plan import activations, parameters, report
 from titan_moe.plan.hardware import HARDWARE
@@ -86,8 +86,6 @@ def available_bytes() -> int | None:
 
 
 TE = "transformer_engine"
-PORTABLE = {"moe.dispatcher": "dedup", "moe.experts": "grouped_mm", "moe.router": "torch"}
-"""What to choose without Transformer Engine"""
 
 
 def without_te(config: Config) -> list[str]:
@@ -98,8 +96,8 @@ def without_te(config: Config) -> list[str]:
     return [
         f'{key} = "{get(config, key)}": needs Transformer Engine, which is not installed here; scripts/setup_env.py '
         f'installs it on a machine with a GPU and says why if it cannot, or choose "{portable}"'
-        for key, portable in PORTABLE.items()
-        if get(config, key) in ("te", "te_ep", "te_fused")
+        for key, (portable, values) in NEEDS_GPU.items()
+        if (value := get(config, key)) in values and value.startswith("te")
     ]
 
 

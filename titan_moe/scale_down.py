@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import Any
 
 from titan_moe.config import Config
-from titan_moe.config_check import model_flavor
+from titan_moe.config_check import NEEDS_GPU, model_flavor
 from titan_moe.mesh_check import data_parallel_degree
 from titan_moe.pipeline_layout import default_stages
 
@@ -49,12 +49,6 @@ SHORT: dict[str, Any] = {
     "plan.hardware": "",
     "plan.gpus": None,
 }
-PORTABLE = {
-    "moe.dispatcher": ("auto", "alltoall", "dedup"),
-    "moe.experts": ("auto", "loop", "grouped_mm"),
-    "moe.router": ("torch",),
-}
-"""What needs no GPU; the first takes the place of what does"""
 
 
 def scale_down(config: Config, world_size: int, keep: Collection[str] = ()) -> tuple[Config, list[str]]:
@@ -82,7 +76,6 @@ def _steps(config: Config) -> dict[str, Any]:
     return {
         "training.steps": min(config.training.steps, 20),
         "lr_scheduler.warmup_steps": min(config.lr_scheduler.warmup_steps, 2),
-        "checkpoint.async_mode": "async" if config.checkpoint.async_mode != "disabled" else "disabled",
     }
 
 
@@ -125,7 +118,7 @@ def _experts(twin: Config, world_size: int) -> dict[str, Any]:
     ranks = shard * p.context_parallel_degree * p.tensor_parallel_degree
     ep = math.gcd(ranks, model_flavor(twin).num_experts, p.expert_parallel_degree)
     found: dict[str, Any] = {"parallelism.expert_parallel_degree": ep}
-    found |= {key: names[0] for key, names in PORTABLE.items() if attrgetter(key)(twin) not in names}
+    found |= {key: portable for key, (portable, values) in NEEDS_GPU.items() if attrgetter(key)(twin) in values}
     if ep == 1:
         found["moe.dispatcher"] = "auto"
     if moe.ranks_per_node is not None:
