@@ -33,7 +33,7 @@ from titan_moe.checkpoint import Progress, build_checkpointer
 from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.config import Config
 from titan_moe.data import PackedDataLoader, build_dataloaders
-from titan_moe.inputs import Batch, Inputs, model_inputs
+from titan_moe.inputs import Batch, Inputs, model_inputs, to_device
 from titan_moe.loss import Loss, build_loss
 from titan_moe.mesh_check import microbatches_per_step
 from titan_moe.metrics import Metrics
@@ -228,7 +228,7 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
 
     # Once in a while: tell (all ranks participate; rank 0 writes).
     if logs:
-        parts = {name: sum_of_sequence(run, part) for name, part in parts.items()}
+        parts = {name: parallel.sum_of_sequence(parallel_dims, part) for name, part in parts.items()}
         max_loss = dist_utils.dist_max(parts["loss"] * global_valid / local_valid.clamp(min=1), batch_mesh)
         means = {name: dist_utils.dist_sum(part, batch_mesh) for name, part in parts.items()}
         with metrics.outside_training():  # only now: reading the loss has waited for the step to end on the device
@@ -244,12 +244,6 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
             tokens_seen=run.progress.tokens_seen,
             validation_loss=validation_loss,
         )
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    inputs, labels_BL = batch
-    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
-    return moved, labels_BL.to(device, non_blocking=True)
 
 
 def forward_backward(run: Run, microbatches: list[Batch], valid_tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -284,12 +278,6 @@ def inputs_of(run: Run, batch: Batch) -> Inputs:
     return model_inputs(run.model_parts[0], batch, run.parallel_dims, balancer)
 
 
-def sum_of_sequence(run: Run, value: torch.Tensor) -> torch.Tensor:
-    """The sum of `value` over the ranks that share this rank's sequences: context ranks and pipeline stages."""
-    cp_mesh, pp_mesh = run.parallel_dims.get_optional_mesh("cp"), run.parallel_dims.get_optional_mesh("pp")
-    return dist_utils.dist_sum_tensor(value, cp_mesh, None if pp_mesh is None else pp_mesh.get_group())
-
-
 @torch.no_grad()
 def validate(run: Run) -> float:
     """Mean loss per token over the held-out documents: the same samples each time, on every mesh."""
@@ -299,7 +287,8 @@ def validate(run: Run) -> float:
     for part in run.model_parts:
         part.train()
     batch_mesh = run.parallel_dims.get_optional_mesh("batch")
-    return dist_utils.dist_sum(sum_of_sequence(run, loss_sum), batch_mesh) / dist_utils.dist_sum(valid, batch_mesh)
+    loss_sum = parallel.sum_of_sequence(run.parallel_dims, loss_sum)
+    return dist_utils.dist_sum(loss_sum, batch_mesh) / dist_utils.dist_sum(valid, batch_mesh)
 
 
 def held_out_loss(run: Run) -> tuple[torch.Tensor, torch.Tensor]:

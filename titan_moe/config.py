@@ -175,6 +175,27 @@ class MoE:
 
 
 @dataclass(kw_only=True)
+class Precision:
+    recipe: Literal["fp32", "bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4"] | None = None
+    """Number format of the GEMMs; unset: training.mixed_precision_param, which also stays the type of everything that a
+    low-precision recipe leaves alone"""
+
+    backend: Literal["auto", "te", "emulated"] = "auto"
+    """Who quantizes: Transformer Engine, on GPUs that have the format, or torch operations anywhere, which round alike
+    and save no time; "auto": the first where it can"""
+
+    experts: bool = True
+    """Whether the recipe holds for the routed experts"""
+
+    linears: list[str] = field(default_factory=lambda: ["attention", "feed_forward", "shared_experts"])
+    """Linear layers that the recipe holds for besides, by name or group. Router gate, norms, embedding and output head
+    stay in high precision unless named"""
+
+    keep_high_precision_layers: str = ""
+    """Layers that the recipe leaves alone: "first 1, last 2", or numbers and ranges as in "0, 5-7"; empty: none"""
+
+
+@dataclass(kw_only=True)
 class Optimizer:
     name: Literal["AdamW"] = "AdamW"
     """Optimizer"""
@@ -506,6 +527,7 @@ class Config:
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
     moe: MoE = field(default_factory=MoE)
+    precision: Precision = field(default_factory=Precision)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)

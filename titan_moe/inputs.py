@@ -12,6 +12,7 @@ from typing import Any
 
 from titan_moe.runtime import DEVICE_TYPE
 
+import torch
 from torch import Tensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel.api import _HeadTailLoadBalancer, cp_shard
@@ -51,3 +52,10 @@ def _order(positions_BL: Tensor, ranks: int, balancer: str | None) -> Tensor | N
     order_L = _HeadTailLoadBalancer(positions_BL.shape[1], ranks, positions_BL.device)._generate_indices()
     assert isinstance(order_L, Tensor)
     return order_L.flatten()
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Without waiting for the copy."""
+    inputs, labels_BL = batch
+    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+    return moved, labels_BL.to(device, non_blocking=True)

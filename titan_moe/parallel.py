@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import CompileConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.deepseek_v3 import MTPDecoder, parallelize_deepseekv3
 
 from titan_moe.config import Config
@@ -106,3 +107,9 @@ def total_and_active_parameters(model: nn.Module, top_k: int, num_experts: int) 
     total = sum(p.numel() for p in model.parameters())
     routed = sum(p.numel() for name, p in model.named_parameters() if ".routed_experts." in name)
     return total, total - routed + routed * top_k // num_experts
+
+
+def sum_of_sequence(parallel_dims: ParallelDims, value: torch.Tensor) -> torch.Tensor:
+    """The sum of `value` over the ranks that share this rank's sequences: context ranks and pipeline stages."""
+    cp_mesh, pp_mesh = parallel_dims.get_optional_mesh("cp"), parallel_dims.get_optional_mesh("pp")
+    return dist_utils.dist_sum_tensor(value, cp_mesh, None if pp_mesh is None else pp_mesh.get_group())
