@@ -123,7 +123,7 @@ def build(config: Config) -> Run:
         optimizers=optimizers,
         lr_schedulers=lr_schedulers,
         dataloader=dataloader,
-        progress=progress,
+        states={"progress": progress},
     )
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     load_step = -1 if restarted else config.checkpoint.load_step  # a restart goes on where the first start had come to

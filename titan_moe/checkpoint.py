@@ -1,7 +1,7 @@
 """Checkpoints through torchtitan's manager of torch.distributed.checkpoint (DCP): resharded on load, sync or async."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,10 @@ def build_checkpointer(
     optimizers: OptimizersContainer,
     lr_schedulers: LRSchedulersContainer,
     dataloader: Stateful,
-    progress: Progress,
+    states: Mapping[str, Stateful],
 ) -> CheckpointManager:
     """torchtitan's manager over everything that a resumed run needs: weights, router biases, optimizer, schedule,
-    position in the data, progress."""
+    position in the data, and `states`: progress and what else the run keeps, by name."""
     c = config.checkpoint
     if c.async_mode == "async_with_pinned_mem" and DEVICE_TYPE == "cpu":
         raise ValueError(
@@ -65,7 +65,7 @@ def build_checkpointer(
         model_parts=list(model_parts),
         optimizers=optimizers,
         lr_schedulers=lr_schedulers,
-        states={"progress": progress},
+        states=dict(states),
         sd_adapter=None,
         base_folder=str(run_folder),
     )
