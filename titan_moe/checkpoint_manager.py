@@ -186,7 +186,7 @@ class VerifiedCheckpoints(CheckpointManager):
             for newer in refused:
                 checkpoint_folder.set_aside(step_folder(Path(self.folder), newer))
             where = f"; those not loaded are now damaged-step-*, for you to look at, beside it in {self.folder}"
-        logger.error(f"WENT BACK TO CHECKPOINT step-{step}, {max(refused) - step} steps before the newest{where}")
+        logger.error(f"WENT BACK FROM CHECKPOINT step-{max(refused)} TO step-{step}{where}")
 
     def _find_load_step(self, folder: str = "") -> int:
         return -1  # torchtitan asks only when `_load` has found none

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titan_moe import checkpoint_io
 from titan_moe.checkpoint import Progress
 from titan_moe.checkpoint_manager import VerifiedCheckpoints
 
@@ -147,8 +146,3 @@ class Job:
         for process in self.ranks:
             process.join(60)
         assert all(process.exitcode is not None for process in self.ranks), "a rank hangs"
-
-
-def plenty_of_room() -> None:
-    """As with a quota: the file system says that it has room, and has not."""
-    checkpoint_io.Writer._free = lambda self: 1 << 60
