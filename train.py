@@ -170,6 +170,7 @@ def train(run: Run) -> None:
     config, progress, steps = run.config, run.progress, run.config.training.steps
     if config.checkpoint.create_seed_checkpoint:
         run.checkpointer.save(0)
+        run.checkpointer.maybe_wait_for_saving()
         return
     if progress.step >= steps:
         logger.info(f"Step {progress.step} of {steps} is done: nothing to train. Raise training.steps to go on.")

@@ -267,6 +267,8 @@ CASES = [
         a='[training]\ndataset = "away"\n[[training.mixture]]\ndataset = "synthetic"',
     ),
     case('[[training.mixture]]\ndataset = "gone"\n[[training.mixture]]\nweight = 2\ndataset = "away/*.txt"'),
+    case('job.dump_folder = "s3://bucket/run"'),
+    case('checkpoint.folder = "s3://bucket"'),
     case('checkpoint.folder = ""'),
     case('checkpoint.folder = "/x"'),
     case('checkpoint.folder = "x/../.."'),

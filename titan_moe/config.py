@@ -454,6 +454,10 @@ class Checkpoint:
     load_step: int = -1
     """Step to resume from; -1: the newest"""
 
+    verify: Literal["full", "size", "none"] = "full"
+    """What a checkpoint must pass to be loaded, or else the one before it is: all of its files are there and have the
+    content that was written, or have their size; "none" also takes what has no manifest.json, as stock torchtitan's"""
+
     create_seed_checkpoint: bool = False
     """Save the initial weights as step 0 and stop"""
 

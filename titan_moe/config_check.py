@@ -226,6 +226,12 @@ def _files(config: Config) -> list[str]:
                 f'{path} = "{folder}": must be the name of a folder inside the run folder, which job.dump_folder moves'
             )
     checkpoint = config.checkpoint
+    for path in ("job.dump_folder", "checkpoint.folder"):
+        if "://" in (place := attrgetter(path)(config)):
+            found.append(
+                f'{path} = "{place}": must be a folder of a mounted file system, not a URL: a checkpoint is completed '
+                "by renaming a folder"
+            )
     if checkpoint.initial_load_path and not checkpoint.enable:
         found.append("checkpoint.initial_load_path: loads nothing without checkpoint.enable = true; set it")
     if checkpoint.load_step >= 0 and not checkpoint.enable:
