@@ -17,9 +17,10 @@ import titan_moe.runtime  # noqa: F401
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torchtitan.tools.logging import logger
 
+from titan_moe import random_state
 from titan_moe.moe import layout
 from titan_moe.moe.layer import moe_layers
 
@@ -54,7 +55,7 @@ class Replay:
         undoes what it left behind beside the layers' own counts. Raises ValueError on all ranks when the buffers have
         grown to their bound."""
         while self.names:
-            random_numbers = self._random_numbers()
+            before = random_state.states(self.device)  # forced random routing must draw the same ids again
             result = compute()
             overflowed = self._overflowed()
             if not overflowed:
@@ -64,7 +65,7 @@ class Replay:
             if discard is not None:
                 discard()
             self._grow(f"{what}: more rows than the receive buffer holds in {', '.join(overflowed)}")
-            self._turn_back(random_numbers)
+            random_state.turn_back(self.device, before)
         return compute()  # every buffer holds whatever may come
 
     def _overflowed(self) -> list[str]:
@@ -90,13 +91,3 @@ class Replay:
             assert dispatcher is not None
             dispatcher.grow()
         self._find_layers()
-
-    def _random_numbers(self) -> list[Tensor]:
-        """The generators' states, which both live on the host: forced random routing must draw the same ids again."""
-        on_device = [] if self.device.type == "cpu" else [torch.get_device_module(self.device).get_rng_state()]
-        return [torch.get_rng_state(), *on_device]
-
-    def _turn_back(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.get_device_module(self.device).set_rng_state(state)
