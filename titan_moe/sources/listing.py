@@ -32,6 +32,7 @@ class File:
     name: str
     path: str  # without links
     size: int
+    written: int  # when, in ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def _files(root: str, paths: Iterable[str]) -> list[File]:
         if real in seen or not stat.S_ISREG(status.st_mode):
             continue
         seen.add(real)
-        found.append(File(name, real, status.st_size))
+        found.append(File(name, real, status.st_size, status.st_mtime_ns))
     return found
 
 

@@ -33,6 +33,9 @@ class Listing:
     files: dict[str, dict[str, str]]
     """For each dataset, what its files are: name -> size and digest"""
 
+    written: dict[str, dict[str, int]] = field(default_factory=dict)
+    """For each dataset, when each of its files was last written to, in ns"""
+
     settings: dict[str, float] = field(default_factory=dict)
     """Keys that, as the files do, decide about the order of the samples"""
 
@@ -86,7 +89,9 @@ def list_all(config: Config) -> Listing:
     if problems:
         raise Unlisted(*dict.fromkeys(problems))
     _refuse_twice(training, validation or [])
-    files = {source.dataset: _digests(source.files) for source in (*training, *(validation or []))}
+    sources = (*training, *(validation or []))
+    files = {source.dataset: _digests(source.files) for source in sources}
+    written = {source.dataset: {file.name: file.written for file in source.files} for source in sources}
     if config.validation.enable and validation is None:
         halves = [split(source, config.validation.holdout) for source in training]
         training, validation = [half[0] for half in halves], [half[1] for half in halves]
@@ -101,7 +106,7 @@ def list_all(config: Config) -> Listing:
     if len(training) > 1:
         settings |= {f"training.mixture[{i}].weight": source.weight for i, source in enumerate(training)}
     held_out = None if validation is None else list(map(printed, validation))
-    return Listing(list(map(printed, training)), held_out, files, settings)
+    return Listing(list(map(printed, training)), held_out, files, written, settings)
 
 
 def _refuse_twice(training: list[Source], validation: list[Source]) -> None:
@@ -146,7 +151,8 @@ def _digests(files: Sequence[File]) -> dict[str, str]:
 def save(listing: Listing, folder: Path) -> None:
     """Write the record into the run folder: whole, or not at all."""
     temporary = folder / f"{FILE_NAME}.tmp"
-    record = {"sources": listing.summary(), "files": listing.files, "settings": listing.settings}
+    record = {"sources": listing.summary(), "files": listing.files, "written": listing.written}
+    record["settings"] = listing.settings
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, folder / FILE_NAME)
 
@@ -181,6 +187,20 @@ def changes(listing: Listing, folder: Path) -> list[str]:
             details = "how it is read has: its name, options, [validation], or the revision on the hub"
         found.append(f'training source "{new}" changed: {details}')
     return found
+
+
+def doubts(listing: Listing, folder: Path) -> list[str]:
+    """Files that were written to since the record was, though nothing that a digest covers is different."""
+    try:
+        before: dict[str, dict[str, int]] = json.loads((folder / FILE_NAME).read_bytes()).get("written", {})
+    except (OSError, ValueError):
+        return []
+    return [
+        file.path
+        for source in listing.training
+        for file in source.files
+        if file.size > 3 * SAMPLE_BYTES and before.get(source.dataset, {}).get(file.name, file.written) != file.written
+    ]
 
 
 def _training(summary: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
