@@ -28,7 +28,7 @@ from torchtitan.models.deepseek_v3 import MTPDecoder
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 
-from titan_moe import config_file, parallel, run_folder, startup
+from titan_moe import config_file, parallel, random_state, run_folder, startup
 from titan_moe.checkpoint import Progress, build_checkpointer
 from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.config import Config
@@ -183,6 +183,7 @@ def train(run: Run) -> None:
         progress.step += 1
         step, last = progress.step, progress.step == steps
         gc.run(step)
+        random_state.seed_step(config.debug.seed, step)
 
         validates = run.validation_dataloader is not None and (last or step % config.validation.freq == 0)
         saves = config.checkpoint.enable and step % config.checkpoint.interval == 0

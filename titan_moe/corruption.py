@@ -33,12 +33,12 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
+from titan_moe import random_state
 from titan_moe.config import Config
 from titan_moe.guards import discard
 from titan_moe.inputs import Batch
 from titan_moe.local_gradients import seen_by
 from titan_moe.moe.layer import moe_layers
-from titan_moe.moe.replay import random_numbers, turn_back
 
 FORWARD, LOSS, BACKWARD = range(3)
 AFTER_ALL_LAYERS = 10**9
@@ -107,15 +107,15 @@ class CorruptionCheck:
         """
         if not self.every or step % self.every:
             return
-        before, runs = random_numbers(self.device), []
+        before, runs = random_state.states(self.device), []
         for _ in range(2):
-            turn_back(before, self.device)
+            random_state.turn_back(self.device, before)
             with self._recording() as digests:
                 loss = compute(microbatches if self.pipelined else microbatches[:1])["loss"]
             digests[Place.of(LOSS, "loss")] = digest(loss)
             runs.append(digests)
             discard(self.model_parts)
-        turn_back(before, self.device)
+        random_state.turn_back(self.device, before)
         firsts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(firsts, first_difference(*runs))
         self._raise_on(firsts, step)

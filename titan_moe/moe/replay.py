@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.tools.logging import logger
 
+from titan_moe import random_state
 from titan_moe.moe import layout
 from titan_moe.moe.layer import moe_layers
 
@@ -62,14 +63,14 @@ class Replay:
         rank's "loss" in it is not finite. `discard` undoes what it left behind. Raises ValueError on all ranks when the
         buffers have grown to their bound."""
         while self.names:
-            before = random_numbers(self.device)
+            before = random_state.states(self.device)  # forced random routing must draw the same ids again
             result = compute()
             overflowed = self._overflowed(result["loss"])
             if not overflowed:
                 return result
             discard()
             self._grow(f"{what}: more rows than the receive buffer holds in {', '.join(overflowed)}")
-            turn_back(before, self.device)
+            random_state.turn_back(self.device, before)
         return compute()  # every buffer holds whatever may come
 
     def _overflowed(self, loss: Tensor) -> list[str]:
@@ -97,15 +98,3 @@ class Replay:
             assert dispatcher is not None
             dispatcher.grow()
         self._find_layers()
-
-
-def random_numbers(device: torch.device) -> list[Tensor]:
-    """The generators' states, which both live on the host: forced random routing must draw the same ids again."""
-    on_device = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state()]
-    return [torch.get_rng_state(), *on_device]
-
-
-def turn_back(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module(device).set_rng_state(state)
