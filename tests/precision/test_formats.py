@@ -140,7 +140,7 @@ def test_stochastic_rounding_of_a_gradient():
     )
     largest = 6 * (stored.scale.float() * stored.tensor_scale).repeat_interleave(16, -1)
     inside = g.abs() <= largest
-    grid = torch.tensor([*formats.E2M1_VALUES, torch.inf], dtype=torch.float64)
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, torch.inf], dtype=torch.float64)
     place = (g.abs() / largest * 6).double()
     above = torch.searchsorted(grid, place, right=True).clamp(max=7)
     step = grid[above] - grid[above - 1]

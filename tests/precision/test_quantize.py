@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.precision import inputs, reference
 from titan_moe.precision import formats
@@ -245,6 +246,22 @@ def test_the_input_is_left_alone():
             quantize(x, fmt, -1)
             assert not round_trip(x, fmt, -1).values.requires_grad
         assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nothing_asks_the_device_for_a_value(device):
+    """Fake tensors have none, so a host sync would raise; and nothing of them is left behind for real ones."""
+    nvfp4 = RECIPES["nvfp4"]
+    formats_of_rows = [nvfp4.wgrad_g] if device == "cpu" else [RECIPES["fp8_current"].forward_x, MXFP8, nvfp4.wgrad_g]
+    with FakeTensorMode():
+        x_RD = torch.empty(256, 128, dtype=torch.bfloat16, device=device)
+        groups = Groups.of_slabs(torch.empty(2, dtype=torch.int64, device=device), 256)
+        for fmt in formats_of_rows:
+            values = round_trip(x_RD, fmt, -2, groups=groups).values
+            assert (values.shape, values.dtype, values.device) == (x_RD.shape, x_RD.dtype, x_RD.device)
+        assert quantize(x_RD, nvfp4.wgrad_g, -2, groups=groups).dequantize(torch.float32).shape == x_RD.shape
+        round_trip(x_RD, RECIPES["fp8_block"].forward_w, -1)
+    assert type(round_trip(torch.randn(32, 16), nvfp4.wgrad_x, -2).values) is Tensor
 
 
 def element_error(x: Tensor, fmt: Format, axis: int) -> Tensor:

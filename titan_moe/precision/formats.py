@@ -27,7 +27,6 @@ Infinity saturates. In E8M0 blocks it comes back as infinity, under two levels a
 power-of-two scale is 1 then, and infinity becomes the largest element: that is what Transformer Engine does.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -35,8 +34,9 @@ from torch import Tensor
 
 FP32_MAX = torch.finfo(torch.float32).max
 EXPONENT_BITS = 0x7F800000  # of an fp32 number
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Transformer Engine's signs of the "random" Hadamard transform, drawn once for all (nvfp4_tensor.py)"""
+SIGNS = 0b1101_0111_1110_1000
+"""Signs of the "random" Hadamard transform, drawn once for all by Transformer Engine (nvfp4_tensor.py): bit i is set
+where row i is negative"""
 
 
 class Element(NamedTuple):
@@ -50,7 +50,6 @@ class Element(NamedTuple):
 
 ELEMENTS = {"e4m3": Element(3, -6, 448.0), "e5m2": Element(2, -14, 57344.0), "e2m1": Element(1, 0, 6.0)}
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def round_(y: Tensor, element: Element, chance: Tensor | None = None) -> Tensor:
@@ -84,8 +83,9 @@ def encode_e2m1(values: Tensor) -> Tensor:
 
 def decode_e2m1(codes: Tensor) -> Tensor:
     """fp32 numbers of 4-bit E2M1 codes, uint8."""
-    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
-    return table[codes.long()]
+    magnitude = (codes & 7).int()
+    halves = torch.where(magnitude < 2, magnitude, (2 + (magnitude & 1)) << ((magnitude >> 1) - 1).clamp(min=0))
+    return torch.where(codes >= 8, -1.0, 1.0) * (halves / 2)
 
 
 def tensor_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -127,14 +127,17 @@ def two_level_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     return torch.where((amax == 0) | (encode == 0), 1.0, encode), amax * (1 / top)
 
 
-@functools.lru_cache
 def hadamard_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The orthonormal `size` x `size` matrix diag(signs) H / sqrt(size), H the Sylvester Hadamard matrix."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.tensor(SIGNS, dtype=torch.float32)
-    return (signs[:, None] * matrix / size**0.5).to(device, dtype)
+    """The orthonormal `size` x `size` matrix diag(signs) H / sqrt(size), size up to 16. H is Sylvester's Hadamard matrix:
+    -1 where i and j have an odd number of bits in common, else 1.
+
+    Made on the device, because a copy from the host would be waited for, and anew each time, because a fake tensor that
+    was kept would meet real ones.
+    """
+    index = torch.arange(size, device=device)
+    common = index[:, None] & index
+    odd = (common ^ common >> 1 ^ common >> 2 ^ common >> 3 ^ (SIGNS >> index)[:, None]) & 1
+    return (1 - 2 * odd).to(dtype) * size**-0.5
 
 
 def hadamard(x: Tensor, size: int, axis: int) -> Tensor:
