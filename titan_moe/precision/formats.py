@@ -128,8 +128,8 @@ def two_level_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def hadamard_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The orthonormal `size` x `size` matrix diag(signs) H / sqrt(size), size up to 16. H is Sylvester's Hadamard matrix:
-    -1 where i and j have an odd number of bits in common, else 1.
+    """The orthonormal `size` x `size` matrix diag(signs) H / sqrt(size), for sizes up to 16. H is Sylvester's Hadamard
+    matrix: -1 where i and j have an odd number of bits in common, else 1.
 
     Made on the device, because a copy from the host would be waited for, and anew each time, because a fake tensor that
     was kept would meet real ones.

@@ -6,7 +6,8 @@ passes and without storing anything in between.
 
 Scales come at two levels. Block scales are folded into the values of `round_trip`: an E4M3 number times a power of two,
 and an E2M1 number times an E4M3 one, are exact in bf16. The fp32 scale of a whole tensor or expert is not exact there.
-It is returned as `factor`, and belongs on the GEMM's output, where the hardware applies it too:
+It is returned as `factor`, and belongs on the GEMM's output, where the hardware applies it too, before the output is
+rounded to its type:
 
     a, b = round_trip(x, ...), round_trip(w, ...)
     y = (a.values @ b.values.T) * a.factor * b.factor          (None counts as 1)
@@ -170,6 +171,7 @@ def _check(x: Tensor, fmt: Format, axis: int, groups: Groups | None) -> int:
     """The axis counted from the end, after all checks."""
     axis = axis - x.dim() if axis >= 0 else axis
     assert x.dim() in (2, 3) and axis in (-1, -2) and (groups is None or x.dim() == 2)
+    assert x.dtype in (torch.float32, torch.bfloat16)
     if fmt.block is None:
         return axis
     m, k = fmt.block
