@@ -99,6 +99,19 @@ def test_equals_the_reference_for_other_shapes(fmt, kind, dtype, axis, blocks, s
     assert_equals_reference(inputs.tensor(kind, rows, columns, dtype, seed), fmt, axis)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", DETERMINISTIC, ids=named)
+def test_every_bf16_number(fmt):
+    """Each finite one in three random orders, and so in blocks of different scales."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    numbers = torch.cat([numbers[numbers.isfinite()], torch.zeros(256, dtype=torch.bfloat16)])
+    for seed in range(3):
+        order = torch.randperm(2**16, generator=torch.Generator().manual_seed(seed))
+        for sort in (False, True):  # sorted: blocks of numbers of a like size, among them the smallest
+            x = numbers[order] if not sort else numbers[order].sort().values
+            assert_equals_reference(x.view(256, 256), fmt, -1 - seed % 2)
+
+
 def test_the_inputs_tell_apart_what_must_not_be_confused():
     """Scales rounded up and OCP's floor; the two axes; ties to even and away from zero."""
     x = as_numpy(inputs.tensor("boundaries", 128, 128, torch.float32))
@@ -125,6 +138,9 @@ def test_weights_are_quantized_expert_by_expert(fmt):
             one = round_trip(w_OI, fmt, alone)
             assert torch.equal(seen.values[e], one.values)
             assert one.factor is None if seen.factor is None else torch.equal(seen.factor[e], one.factor)
+    one, other = (round_trip(w_EOI, fmt, axis).values for axis in (-1, -2))
+    for_both_gemms = fmt.block is None or fmt.block[0] == fmt.block[1]
+    assert torch.equal(one, other) == for_both_gemms
 
 
 @st.composite
