@@ -4,8 +4,8 @@ An element format is a grid. Between 2^e and 2^(e+1) its numbers are 2^(e-M) apa
 below its least normal exponent they are as far apart as just above it. So rounding needs one thing of a number y, the
 power of two below it. `round_` takes that from y's bits, p, and lets the fp32 adder round: in y + 1.5 x 2^(23-M) p the
 last bit of the sum weighs 2^-M p, so the sum is y rounded to the grid, to nearest and ties to even, and subtracting the
-same again is exact. Five passes over memory that vectorize everywhere; torch's float8 casts go number by number on a
-CPU and take four times as long.
+same again is exact. Five passes over memory that vectorize everywhere; torch's float8 casts there and back go number by
+number on a CPU and take several times as long.
 
 Scales come in pairs: `encode`, which elements are multiplied with before they are rounded, and `decode`, which takes
 them back and is what a tensor stores. The arithmetic is Transformer Engine 2.20.2's, step for step, in fp32, because
@@ -18,7 +18,8 @@ where a scale falls on the one or the other side of a rounding decides about a w
   the power of two below amax divided by the one below limit instead: half as much where amax lies above the limit times
   a power of two, and there the largest elements saturate, by up to an eighth of their value;
 - E4M3 (`e4m3_scale`): decode is relative to a scale of the whole tensor, which is chosen so that the largest block gets
-  the largest decode, 448. Rounded to nearest, it may let elements overflow, which saturate.
+  the largest decode, 448. Rounded to nearest, it may let elements overflow, which saturate; nor can chance make up for
+  that: the mean of such an element is the largest one.
 
 What happens to numbers that are none: NaN elements stay NaN in E4M3 and E5M2; E2M1 has none and stores its largest
 number, as the hardware does, but the scales do not hide it: a NaN makes the amax NaN, and that makes E8M0 and E4M3
