@@ -131,7 +131,8 @@ class VerifiedCheckpoints(CheckpointManager):
         )
 
     def _purge_stale_checkpoints(self) -> None:
-        if self.save_future is not None or not self._should_purge():  # not before the new one is published
+        """Only published ones count, so that one which is being written takes no place from a whole one."""
+        if not self._should_purge():
             return
         for step in steps(Path(self.folder))[self.keep_latest_k :]:
             old = step_folder(Path(self.folder), step)
