@@ -4,7 +4,8 @@
 
 A real training state on one process: model, AdamW moments, schedule, data position, after one step of the debug model
 made wider. Saved, in random order in each repetition, by stock torchtitan's manager (no hashes, files written where
-they stay), by ours, and by ours in the background: "blocked" is how long `save` keeps the training loop, "published"
+they stay), by ours, and by ours in the background: "blocked" is how long `save` keeps the training loop, "staged"
+until everything is copied, which the next step's forward and backward do not wait for, only its optimizer, "published"
 until the checkpoint is there. Then loaded with each checkpoint.verify; the page cache holds what is loaded, and where
 it does not, verifying costs a second reading. Medians; ratios are the medians of the ratios within a repetition.
 SHA-256 and writing of a file are also timed alone.
@@ -85,7 +86,9 @@ def save_all(made: dict[str, CheckpointManager], folder: Path, repetitions: int)
         for name in random.sample(("stock", "disabled", "async"), 3):
             blocked = seconds(made[name].save, step)
             times[f"{name} blocked"].append(blocked)
-            times[f"{name} published"].append(blocked + seconds(made[name].maybe_wait_for_saving))
+            staged = blocked + seconds(made[name].maybe_wait_for_staging)
+            times[f"{name} staged"].append(staged)
+            times[f"{name} published"].append(staged + seconds(made[name].maybe_wait_for_saving))
             if step <= repetitions:
                 shutil.rmtree(folder / name / "checkpoint" / f"step-{step}")
     return {name: found[1:] for name, found in times.items()}
