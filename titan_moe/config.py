@@ -492,6 +492,11 @@ class Comm:
     train_timeout_seconds: int = 100
     """Time limit of a collective afterwards"""
 
+    hang_seconds: int = 1800
+    """Seconds without a collective of any rank, after which the run ends with an error, and the Python stacks of all
+    ranks in its folder. Ranks that others wait for are named sooner, within the time limit of a collective. 0: no
+    watchdog"""
+
     trace_buf_size: int = 20000
     """Entries of the NCCL flight recorder; 0: off"""
 

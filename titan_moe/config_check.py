@@ -66,7 +66,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "model.q_lora_rank model.mscale model.num_mtp_layers loss.mtp_coeff "
         "moe.load_balance_coeff moe.sequence_loss_coeff moe.z_loss_coeff "
         "optimizer.weight_decay lr_scheduler.warmup_steps "
-        "training.dataloader.num_workers comm.trace_buf_size "
+        "training.dataloader.num_workers comm.hang_seconds comm.trace_buf_size "
         "guards.max_skipped_steps guards.spike_sigma guards.corruption_check_every",
     ),
     (

@@ -22,6 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import titan_moe.processes  # noqa: F401 - before torch, whose import takes seconds
+
 import torch
 import torch.distributed as dist
 
@@ -89,10 +91,26 @@ def init_process_group(config: Config, run_folder: Path) -> torch.device:
     return device
 
 
+_watchdog: Any = None  # of this process
+
+
+def start_watchdog(config: Config, folder: Path) -> None:
+    """Watch, from now until the process group is left, that no rank keeps the others waiting."""
+    global _watchdog
+    from titan_moe.watchdog import Watchdog
+
+    if config.comm.hang_seconds:
+        limits = config.comm.init_timeout_seconds, config.comm.train_timeout_seconds
+        _watchdog = Watchdog(folder, limits, config.comm.hang_seconds)
+
+
 def leave_process_group() -> None:
     """The reverse of `init_process_group`; harmless without a group."""
+    global _watchdog
     from titan_moe.moe import te_ep_ops
 
+    if _watchdog is not None:
+        _watchdog = _watchdog.stop()
     if not dist.is_initialized() or (sys.exception() is not None and te_ep_ops.abandon()):
         return
     te_ep_ops.finalize()  # it has borrowed a communicator of the group's
@@ -169,6 +187,8 @@ def set_timeouts(parallel_dims: ParallelDims, seconds: int) -> None:
     """Tighten every group's time limit once the slow first step is over. All ranks wait for each other first: a rank
     still in the first step must not meet the new limit."""
     timeout = timedelta(seconds=seconds)
+    if _watchdog is not None:
+        _watchdog.training()
     if DEVICE_TYPE != "cpu":
         dist_utils.set_pg_timeouts(timeout, parallel_dims)
         return

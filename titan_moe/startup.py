@@ -28,10 +28,23 @@ from titan_moe.sources.record import Listing
 
 
 def claim_run_folder(config: Config, folder: Path, listing: Listing) -> int:
-    """Take the run folder and say in its run.json who trains there, on what; returns the attempt's number."""
-    record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
-    record["data"] = listing.summary()
-    return run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
+    """Have rank 0 take the run folder and say in its run.json who trains there, on what; returns the attempt's number.
+    From then on a watchdog watches all ranks."""
+
+    def claim() -> int:
+        record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
+        record["data"] = listing.summary()
+        return run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
+
+    attempt = runtime.on_rank_0(claim)
+    runtime.start_watchdog(config, folder)
+    return attempt
+
+
+def load_step(config: Config) -> int:
+    """Of the checkpoint to resume from, -1 for the newest: a restart goes on where the first start had come to."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return -1 if restarted else config.checkpoint.load_step
 
 
 def require_memory(config: Config, device: torch.device) -> None:

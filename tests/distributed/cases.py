@@ -152,7 +152,8 @@ def cases_of_2(out: Path) -> dict[str, Case]:
     }
     few_labels = Case([EP2], few_labels=True)
     overflow = Case([EP2, MTP1, FULL, "--moe.recv_buffer=1.4"], overflow=True)
-    return {name: Case(argv) for name, argv in argvs.items()} | {"few_labels": few_labels, "overflow": overflow}
+    more = {"few_labels": few_labels, "overflow": overflow, "tp2_stops": Case([TP2], stops=True)}
+    return {name: Case(argv) for name, argv in argvs.items()} | more
 
 
 def cases_of_4(out: Path) -> dict[str, Case]:
@@ -191,4 +192,5 @@ def cases_of_4(out: Path) -> dict[str, Case]:
         ),
         "ep2_seed": [EP2, *SEED_ONLY],
     }
-    return {name: Case(argv) for name, argv in argvs.items()}
+    stops = {"pp2_cp2_stops": Case([*pipeline("ZBVZeroBubble"), CP2], stops=True)}
+    return {name: Case(argv) for name, argv in argvs.items()} | stops

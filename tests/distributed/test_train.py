@@ -103,6 +103,15 @@ def test_a_sequence_of_32k_on_two_context_ranks(tmp_path):
     assert record["tokens_seen"] == 32768 and 5 < record["loss"] < 7
 
 
+@pytest.mark.parametrize(("world_size", "name"), [(2, "tp2_stops"), (4, "pp2_cp2_stops")])
+def test_all_ranks_stop_after_the_same_step(outcome, world_size, name):
+    """Rank 0 sees before step 2 that it should stop. So do, in time, ranks of other stages and with the same data as
+    it, which none of the sums over data-parallel ranks joins to it; step 3 is the last for all, and is logged."""
+    stopped = outcome(world_size, name)
+    assert stopped.last_steps == [3] * world_size and list(stopped.metrics) == [1, 2, 3]
+    assert not (stopped.folder / "stop").exists()
+
+
 def test_an_error_on_any_rank_reaches_the_console(tmp_path):
     """Rank 1's message, though the console shows only rank 0's output."""
     script = tmp_path / "failing.py"
