@@ -92,14 +92,14 @@ def tensor_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """(encode, decode) with encode = limit / amax; fp32, as `amax`."""
     encode = torch.div(amax.new_full((), limit), amax).clamp(max=FP32_MAX)  # (limit / amax is limit * (1 / amax))
     encode = torch.where((amax > 0) & (amax < torch.inf), encode, 1.0)
-    return encode, 1 / encode
+    return encode, encode.reciprocal()
 
 
 def power_of_two_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """(encode, decode) with encode = limit / amax rounded down to a power of two; fp32, as `amax`."""
     encode, _ = tensor_scale(amax, limit)
     encode = (encode.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
-    return encode, 1 / encode
+    return encode, encode.reciprocal()
 
 
 def e8m0_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -108,16 +108,16 @@ def e8m0_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     The least, 2^-127, is an amax of zero's too, and its encode is 1: such small numbers become zeros.
     """
     ratio = amax * (1 / limit)
-    power = ((ratio.view(torch.int32) + 0x7FFFFF) & EXPONENT_BITS).view(torch.float32).clamp_(2.0**-126, 2.0**127)
+    power = ((ratio.view(torch.int32) + 0x7FFFFF) & EXPONENT_BITS).view(torch.float32)
+    decode = torch.maximum(power, ratio).clamp_(2.0**-126, 2.0**127)  # (the larger one is NaN where one of them is)
     least = ratio <= 2.0**-127
-    decode = torch.where(torch.isnan(ratio), ratio, torch.where(least, 2.0**-127, power))
-    return torch.where(least, 1.0, 1 / decode), decode
+    return decode.reciprocal().masked_fill_(least, 1.0), decode.masked_fill_(least, 2.0**-127)
 
 
 def e4m3_scale(amax: Tensor, limit: float, tensor_encode: Tensor) -> tuple[Tensor, Tensor]:
     """(encode, decode) of blocks, decode an E4M3 number, under a tensor's `tensor_encode` (broadcast over `amax`)."""
     decode = round_(amax * (tensor_encode * (1 / limit)), ELEMENTS["e4m3"])
-    return (1 / (decode * (1 / tensor_encode))).clamp_(max=FP32_MAX), decode
+    return (decode * tensor_encode.reciprocal()).reciprocal_().clamp_(max=FP32_MAX), decode
 
 
 def two_level_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:

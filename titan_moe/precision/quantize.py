@@ -203,7 +203,8 @@ def _blocks(x: Tensor, fmt: Format, axis: int) -> Tensor:
     """A view of x [..., A, B] as [..., A / a, a, B / b, b]."""
     m, k = fmt.block or x.shape[-2:]
     a, b = (m, k) if axis == -1 else (k, m)
-    return x.unflatten(-1, (x.shape[-1] // b, b)).unflatten(-3, (x.shape[-2] // a, a))
+    *lead, A, B = x.shape
+    return x.view(*lead, A // a, a, B // b, b)
 
 
 def _joined(blocks: Tensor) -> Tensor:
