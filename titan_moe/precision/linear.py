@@ -29,15 +29,13 @@ class QuantizedLinear(Linear):
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         recipe: str
-        name: str
-        """Of the layer in the model, for the noise of stochastic rounding"""
         keeps_input: bool = False
 
     def __init__(self, config: Config):
         super().__init__(config)
         assert not config.bias
         recipe = RECIPES[config.recipe]
-        self.gemm = QuantizedGemm(DenseGemm(), recipe, config.name, keeps_input=config.keeps_input)
+        self.gemm = QuantizedGemm(DenseGemm(), recipe, keeps_input=config.keeps_input)
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
@@ -46,14 +44,13 @@ class QuantizedLinear(Linear):
         return out_TO.unflatten(0, input.shape[:-1])
 
 
-def quantize_linears(layer: TransformerBlock.Config, path: str, chosen: Chosen) -> None:
-    """Put quantized nodes in the config of the layer at `path` in the model, in place of those that are chosen."""
+def quantize_linears(layer: TransformerBlock.Config, chosen: Chosen) -> None:
+    """Put quantized nodes in the config of a layer, in place of those that are chosen."""
     for fqn, config, parent, attribute in list(layer.traverse(Linear.Config)):
         if (name := name_of(fqn)) in chosen.linears:
             assert isinstance(config, Linear.Config) and parent is not None and isinstance(attribute, str)
             settings = {
                 "recipe": chosen.recipe.name,
-                "name": f"{path}.{fqn}",
                 "keeps_input": name in chosen.kept_inputs,
             }
             setattr(parent, attribute, derive(config, QuantizedLinear.Config, **settings))
