@@ -219,6 +219,10 @@ class Optimizer:
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How the update loops over parameters"""
 
+    moments_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the two moments; unset: training.dtype. "bfloat16" beside parameters in float32 takes 8 bytes per
+    parameter instead of 12, and decays of at most 0.996; updates are computed in float32 either way"""
+
 
 @dataclass(kw_only=True)
 class LRScheduler:
@@ -306,7 +310,7 @@ class Training:
     """Optimizer steps"""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the stored parameters, gradients and optimizer state"""
+    """Type of the stored parameters and gradients, and of the moments unless optimizer.moments_dtype says otherwise"""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the gathered parameters and of the compute, experts included"""

@@ -15,6 +15,7 @@ from titan_moe.config import Config
 from titan_moe.config_check import data_parallel_degree, model_flavor
 from titan_moe.flavors import Flavor
 from titan_moe.mesh_check import microbatch_size, sequences_per_step
+from titan_moe.optimizer_check import moments_dtype
 from titan_moe.pipeline_layout import pipeline_layout
 from titan_moe.plan import stages as stage_layout
 from titan_moe.plan.hardware import Hardware, Precision
@@ -222,6 +223,6 @@ def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Preci
         release="titan",
         param_dtype=config.training.dtype,
         grad_dtype=config.training.dtype,
-        moment_dtype=config.training.dtype,
+        moment_dtype=moments_dtype(config),
         loss_chunks=config.loss.num_chunks,
     )

@@ -33,6 +33,8 @@ NEVER_HIDDEN = 0.05
 """Share of them that no window hides: the first and the last bucket"""
 OPTIMIZER_BYTES = 30.0
 """Per parameter of the shard: FP32 weights and two moments read and written, gradient read, BF16 written"""
+WIDENING_BYTES = 24.0
+"""More with BF16 moments (adamw.py): each is read and written as BF16 and as FP32 besides"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +219,8 @@ def _optimizer(job: Job, c: Constants) -> float:
     dense, experts = rank_weights(job)
     shard = dense / (job.dp * job.cp) + experts / job.edp
     clear_and_norm = 8.0 * (dense + experts) if job.sharding == "zero1" else 8.0 * shard
-    return (OPTIMIZER_BYTES * shard + clear_and_norm) / kernels.hbm_bytes_per_s(job.hardware, c)
+    each = OPTIMIZER_BYTES + WIDENING_BYTES * (job.moment_dtype != job.param_dtype and job.sharding == "fsdp")
+    return (each * shard + clear_and_norm) / kernels.hbm_bytes_per_s(job.hardware, c)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
