@@ -113,9 +113,9 @@ def broken_rules() -> Iterator[Case]:
 
 
 def from_torchtitan() -> Iterator[Case]:
-    """Every key of 0.2 that is not taken, or not with every value."""
+    """Every key of 0.2, and every former one of ours, that is not taken, or not with every value."""
     other = {False: True, "": "x", 1: 2}
-    for key, change in titan02.CHANGED.items():
+    for key, change in (titan02.CHANGED | titan02.FORMER).items():
         match change:
             case titan02.Renamed():
                 yield case(f"{key} = 1")

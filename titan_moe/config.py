@@ -535,9 +535,6 @@ class Plan:
     gpus: int | None = None
     """For --plan: GPUs of the whole job, in the place of NNODES x NGPU"""
 
-    precision: Literal["bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4"] = "bf16"
-    """For --plan: what the GEMMs compute in. Training has bf16 so far"""
-
     json: bool = False
     """For --plan: print the plan as JSON"""
 
