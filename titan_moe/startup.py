@@ -62,8 +62,7 @@ def report(
     t = config.training
     batch, microbatches = microbatch_size(config), microbatches_per_step(config, dist.get_world_size())
     tokens_per_step = batch * t.seq_len * dp_degree * microbatches
-    peak = "unknown" if metrics.peak_flops is None else f"{metrics.peak_flops / 1e12:,.0f} bf16 TFLOP/s"
-    logger.info(f"Run folder {folder}, attempt {attempt}; device {metrics.memory.device_name}, peak {peak}")
+    logger.info(f"Run folder {folder}, attempt {attempt}; device {metrics.memory.device_name}, peak {peak(metrics)}")
     logger.info(f"Model {config.model.name} {config.model.flavor}: {total:,} parameters, {active:,} active per token")
     logger.info(f"Parameters {t.dtype}, compute {t.mixed_precision_param}, reduction {t.mixed_precision_reduce}")
     if (
@@ -83,6 +82,13 @@ def report(
         f"Tokens per step: {batch} sequences x {t.seq_len} tokens x {dp_degree} data-parallel ranks x "
         f"{microbatches} microbatches = {tokens_per_step:,}, {tokens_per_step * t.steps:,} in {t.steps} steps"
     )
+
+
+def peak(metrics: Metrics) -> str:
+    """What MFU is a share of."""
+    if metrics.peak_flops is None:
+        return "unknown"
+    return f"{metrics.peak_flops / 1e12:,.0f} {metrics.precision} TFLOP/s"
 
 
 def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
