@@ -177,8 +177,8 @@ class MoE:
 @dataclass(kw_only=True)
 class Precision:
     recipe: Literal["fp32", "bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4"] | None = None
-    """Number format of the GEMMs; unset: training.mixed_precision_param, which also stays the type of everything that a
-    low-precision recipe leaves alone"""
+    """Number format of the GEMMs (docs/precision.md); unset: training.mixed_precision_param, which also stays the type
+    of everything that a low-precision recipe leaves alone"""
 
     backend: Literal["auto", "te", "emulated"] = "auto"
     """Who quantizes: Transformer Engine, on GPUs that have the format, or torch operations anywhere, which round alike
@@ -188,11 +188,12 @@ class Precision:
     """Whether the recipe holds for the routed experts"""
 
     linears: list[str] = field(default_factory=lambda: ["attention", "feed_forward", "shared_experts"])
-    """Linear layers that the recipe holds for besides, by name or group. Router gate, norms, embedding and output head
-    stay in high precision unless named"""
+    """Linear layers that the recipe holds for besides: groups, or single ones such as "attention.wo", "w2", "lm_head",
+    "eh_proj". The router's gate, norms and the embedding always stay in high precision"""
 
     keep_high_precision_layers: str = ""
-    """Layers that the recipe leaves alone: "first 1, last 2", or numbers and ranges as in "0, 5-7"; empty: none"""
+    """Layers that the recipe leaves alone: "first 1, last 2", or numbers from 0 and ranges as in "0, 5-7"; those of
+    multi-token prediction have the numbers behind the last. Empty: none"""
 
 
 @dataclass(kw_only=True)
@@ -217,6 +218,10 @@ class Optimizer:
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How the update loops over parameters"""
+
+    moments_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the two moments; unset: training.dtype. "bfloat16" beside parameters in float32 takes 8 bytes per
+    parameter instead of 12, and decays of at most 0.996; updates are computed in float32 either way"""
 
 
 @dataclass(kw_only=True)
@@ -305,7 +310,7 @@ class Training:
     """Optimizer steps"""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the stored parameters, gradients and optimizer state"""
+    """Type of the stored parameters and gradients, and of the moments unless optimizer.moments_dtype says otherwise"""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the gathered parameters and of the compute, experts included"""
@@ -534,9 +539,6 @@ class Plan:
 
     gpus: int | None = None
     """For --plan: GPUs of the whole job, in the place of NNODES x NGPU"""
-
-    precision: Literal["bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4"] = "bf16"
-    """For --plan: what the GEMMs compute in. Training has bf16 so far"""
 
     json: bool = False
     """For --plan: print the plan as JSON"""

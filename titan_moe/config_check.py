@@ -16,7 +16,9 @@ from titan_moe import (
     mesh_check,
     mixture_check,
     moe_check,
+    optimizer_check,
     pipeline_check,
+    precision_check,
     recompute_facts,
     te_ep_check,
     te_router_check,
@@ -119,6 +121,8 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += titan_dispatchers_check.check(config, flavor)
     found += te_router_check.check(config, flavor)
     found += te_ep_check.check(config, flavor, unsound)
+    found += precision_check.check(config, flavor, unsound)
+    found += optimizer_check.check(config)
     found += _recompute(config, flavor)
     found += _corruption(config)
     found += _lengths(config, flavor.max_seq_len)

@@ -21,6 +21,7 @@ from pathlib import Path
 from titan_moe.config import Config
 from titan_moe.config_check import NEEDS_GPU, check, model_flavor
 from titan_moe.config_keys import get
+from titan_moe.optimizer_check import moments_dtype
 from titan_moe.plan import activations, parameters, report
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
@@ -121,7 +122,8 @@ def needed_bytes(config: Config, world_size: int, machine: Machine) -> float:
 
 def least_bytes(config: Config, world_size: int) -> float:
     """Parameters, gradients and two moments of one process, if they could be cut evenly."""
-    return 4 * BYTES[config.training.dtype] * parameters.total(model_flavor(config)) / world_size
+    each = 2 * BYTES[config.training.dtype] + 2 * BYTES[moments_dtype(config)]
+    return each * parameters.total(model_flavor(config)) / world_size
 
 
 # ---------------------------------------------------------------------------------------------------------------------

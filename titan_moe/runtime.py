@@ -54,7 +54,8 @@ from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.tools import utils as titan_utils  # noqa: E402
 
 from titan_moe.config import Config  # noqa: E402
-from titan_moe.plan.hardware import of_device  # noqa: E402
+from titan_moe.plan.hardware import Precision, of_device  # noqa: E402
+from titan_moe.precision.recipes import RECIPES  # noqa: E402
 from titan_moe.run_folder import new_run_id  # noqa: E402
 
 T = TypeVar("T")
@@ -238,10 +239,21 @@ class DeviceMemory:
         if self.monitor is not None:
             self.monitor.reset_peak_stats()
 
-    def peak_flops(self, config: Config) -> float | None:
-        """Dense FLOP/s of the device in the type that the run computes in, by its data sheet; None when unknown, so
-        that nobody reads an MFU against a guess."""
-        known = of_device(self.device_name)
+    def precision(self, config: Config) -> Precision | None:
+        """What the run's GEMMs compute in on this device, by the names of [precision]; None for a device or a type
+        whose rate is not known. A recipe counts as soon as it holds for some of them. It needs a device that has it,
+        and Transformer Engine to use that: where it is emulated, bf16 is what computes."""
+        from titan_moe.moe import te
+
+        known, recipe = of_device(self.device_name), config.precision.recipe
         if known is None or config.training.mixed_precision_param != "bfloat16":
             return None
-        return known.peak_tflops("bf16") * 1e12
+        if recipe not in RECIPES or recipe not in known.precisions or config.precision.backend == "emulated":
+            return "bf16"
+        return "bf16" if te.problem(te.facts()) else recipe
+
+    def peak_flops(self, config: Config) -> float | None:
+        """Dense FLOP/s of the device in what the run computes in, by its data sheet; None when unknown, so that nobody
+        reads an MFU against a guess."""
+        known, precision = of_device(self.device_name), self.precision(config)
+        return None if known is None or precision is None else known.peak_tflops(precision) * 1e12

@@ -39,13 +39,26 @@ QWEN3, MIXTRAL = ([f"--model.name={name}", *GQA] for name in ("qwen3", "mixtral"
 SEED_ONLY = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 # The schedule must not follow training.steps where runs of different lengths are compared.
 SCHEDULE_100 = "--lr_scheduler.total_steps=100"
+MOMENTS = ["--optimizer.moments_dtype=bfloat16", SCHEDULE_100]
 # Over doubles of Transformer Engine; in bf16, which NCCL EP is limited to and a CPU is slow in.
 TE = [BF16, "--moe.dispatcher=te_ep", "--moe.experts=te", "--training.steps=3", SCHEDULE_100]
+
+# Emulated low precision in fp32 compute, where nothing but the formats rounds; widths that their blocks tile, also cut.
+TILED = ["--model.moe_hidden_dim=64", "--model.dense_hidden_dim=128", "--training.steps=4", SCHEDULE_100]
+MXFP8, NVFP4 = ([f"--precision.recipe={name}", *TILED] for name in ("mxfp8", "nvfp4"))
+LINEARS = "--precision.linears=attention,feed_forward,shared_experts,eh_proj,lm_head"
+DEBUG = [
+    *("train_configs/debug_model.toml", BF16, "--training.local_batch_size=2", "--training.steps=3"),
+    *("--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1", "--metrics.enable_tensorboard=false"),
+    "--validation.enable=false",
+]
+"""The debug model as it is, on fewer tokens"""
 
 
 SLOW: dict[int, set[str]] = {
     1: set(),
     2: {
+        *("fsdp2_ep2_fp8_current", "fsdp2_ep2_fp8_block", "tp2_nvfp4", "pp2_nvfp4"),
         *("fsdp2_no_bias", "fsdp2_ep2_no_bias", "fsdp2_ep2_compiled", "tp2_losses", "tp2_mtp2", "tp2_ep2"),
         *("cp2_plain_order", "pp2_uneven", "pp2_losses", "pp2_zbv_losses"),
     },
@@ -81,6 +94,7 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
 
 def cases_of_1(out: Path) -> dict[str, Case]:
     finished = ["--checkpoint.enable", SCHEDULE_100, f"--job.dump_folder={out / 'extended'}"]
+    moments_folder = f"--job.dump_folder={out / 'moments_extended'}"
     argvs = {
         "one_rank": [],
         "one_rank_no_bias": [BIAS_OFF],
@@ -101,10 +115,28 @@ def cases_of_1(out: Path) -> dict[str, Case]:
         "saved": ["--training.steps=3", "--checkpoint.enable", SCHEDULE_100],
         "extended": ["--training.steps=3", *finished],
         "extended_again": ["--training.steps=6", *finished],
+        "moments": MOMENTS,
+        "moments_extended": [*MOMENTS, "--training.steps=3", "--checkpoint.enable", moments_folder],
+        "moments_extended_again": [*MOMENTS, "--checkpoint.enable", moments_folder],
         "workers": ["--training.steps=3", "--training.dataloader.num_workers=2"],
+        "one_rank_tiled": TILED,
+        "one_rank_mxfp8": MXFP8,
+        "one_rank_mxfp8_loop_full": [*MXFP8, LOOP, FULL],
+        "one_rank_mxfp8_parts_mtp": [*MXFP8, *PARTS, MTP1, LINEARS],
+        "one_rank_mxfp8_mtp": [*MXFP8, MTP1, LINEARS],
+        "one_rank_fp8_current": ["--precision.recipe=fp8_current", *TILED],
+        "one_rank_fp8_block": ["--precision.recipe=fp8_block", *TILED],
+        "one_rank_nvfp4": NVFP4,
+        "one_rank_nvfp4_selective": [*NVFP4, SELECTIVE],
+        "nvfp4_saved": [*NVFP4, "--training.steps=2", "--checkpoint.enable", f"--job.dump_folder={out / 'nvfp4'}"],
+        "nvfp4_resumed": [*NVFP4, "--checkpoint.enable", f"--job.dump_folder={out / 'nvfp4'}"],
+    }
+    debug = {
+        f"debug_{recipe}": Case([f"--precision.recipe={recipe}"], base=DEBUG)
+        for recipe in ("bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
     }
     edits = {name: Case(["--training.steps=3"], path) for name, path in edited_copies(out / "edits").items()}
-    return {name: Case(argv) for name, argv in argvs.items()} | edits
+    return {name: Case(argv) for name, argv in argvs.items()} | debug | edits
 
 
 def cases_of_2(out: Path) -> dict[str, Case]:
@@ -123,6 +155,7 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "fsdp2_ep2_losses": [EP2, FULL, *LOSSES],
         "fsdp2_ep2_losses_factor": [EP2, FULL, *LOSSES, "--moe.recv_buffer=1"],
         "fsdp2_whole_batch": ["--training.local_batch_size=4"],
+        "fsdp2_ep2_moments": [EP2, *MOMENTS],
         "fsdp2_ep2_parts": [EP2, *PARTS, "--parallelism.fsdp_reshard_after_forward=always"],
         "fsdp2_ep2_compiled": [EP2, *COMPILED],
         "tp2": [TP2],
@@ -147,6 +180,16 @@ def cases_of_2(out: Path) -> dict[str, Case]:
             {"then_tp2": [TP2], "then_pp2": pipeline("ZBVZeroBubble"), "then_cp2_ep2": [CP2, EP2]},
         ),
         "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, BF16],
+        "fsdp2_ep2_mxfp8": [*MXFP8, EP2],
+        "fsdp2_ep2_mxfp8_full": [*MXFP8, EP2, FULL],
+        "fsdp2_ep2_mxfp8_compiled": [*MXFP8, EP2, *COMPILED],
+        "tp2_mxfp8": [*MXFP8, TP2],
+        "pp2_mxfp8": [*MXFP8, *pipeline("ZBVZeroBubble"), FULL],
+        "fsdp2_ep2_nvfp4": [*NVFP4, EP2],
+        "fsdp2_ep2_fp8_current": ["--precision.recipe=fp8_current", *TILED, EP2],
+        "fsdp2_ep2_fp8_block": ["--precision.recipe=fp8_block", *TILED, EP2],
+        "tp2_nvfp4": [*NVFP4, TP2],
+        "pp2_nvfp4": [*NVFP4, *pipeline("ZBVZeroBubble"), SELECTIVE],
         "te_ep": [EP2, *TE, SELECTIVE],
         "te_ep_static": [EP2, *TE, FULL, "--moe.recv_buffer=1.0"],
     }
