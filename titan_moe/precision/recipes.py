@@ -60,7 +60,8 @@ class Recipe:
     """Slabs of rows must be multiples of this, so that no scale along the rows spans two experts. Transformer Engine's
     kernels want more: 16 with one scale per tensor, and 128 for nvfp4 and whenever sizes stay on the device"""
     multiple: int
-    """Input and output widths of a linear layer must be multiples of this: a block, or what FP8 GEMMs of GPUs want"""
+    """Input and output widths of a linear layer must be multiples of this, as GEMMs of GPUs want. A last block that is
+    not full is filled up with zeros (gemm.py)"""
 
 
 def _recipe(name: str, x: Format, w: Format, g: Format, alignment: int, multiple: int) -> Recipe:
@@ -76,7 +77,7 @@ RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         _recipe("fp8_current", _CURRENT_E4M3, _CURRENT_E4M3, _CURRENT_E5M2, alignment=1, multiple=16),
-        _recipe("fp8_block", _BLOCK_1, _BLOCK_2, _BLOCK_1, alignment=128, multiple=128),
+        _recipe("fp8_block", _BLOCK_1, _BLOCK_2, _BLOCK_1, alignment=128, multiple=16),
         _recipe("mxfp8", _MXFP8, _MXFP8, _MXFP8, alignment=32, multiple=32),
         Recipe(
             "nvfp4",
