@@ -61,7 +61,7 @@ def managers(run: train.Run, folder: Path) -> dict[str, CheckpointManager]:
     parts = {
         "model_parts": run.model_parts,
         "optimizers": run.optimizers,
-        "lr_schedulers": run.lr_schedulers,
+        "lr_schedulers": run.guard.lr_schedulers,
         "dataloader": run.dataloader,
     }
     c = run.config.checkpoint
