@@ -95,7 +95,7 @@ def load(checkpointer: CheckpointManager, step: int) -> bool:
         key = "" if missing is None else missing[1]
         if key.startswith(("dataloader.shard.", "dataloader.source.")):
             reason = "its data had fewer shards or sources: put [training] and the files back as they were"
-        elif key.startswith(("optimizer.", "lr_scheduler.", "dataloader.", "progress.")):
+        elif key.startswith(("optimizer.", "lr_scheduler.", "dataloader.", "progress.", "guard.")):
             reason = (
                 "it holds only weights (checkpoint.last_save_model_only): resume an earlier one with "
                 "checkpoint.load_step, or start a new run from it with checkpoint.initial_load_path"
