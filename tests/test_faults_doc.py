@@ -27,8 +27,9 @@ def rows() -> list[tuple[str, list[tuple[str, str, bool]]]]:
 def functions(file: str) -> dict[str, bool]:
     """Name -> whether marked as slow, of the tests that pytest would collect in it."""
     tree = ast.parse((TESTS / file).read_text())
+    whole_file = any(ast.unparse(node) == "pytestmark = pytest.mark.slow" for node in tree.body)
     return {
-        node.name: any(ast.unparse(decorator) == "pytest.mark.slow" for decorator in node.decorator_list)
+        node.name: whole_file or any(ast.unparse(each) == "pytest.mark.slow" for each in node.decorator_list)
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
