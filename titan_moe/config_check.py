@@ -17,6 +17,7 @@ from titan_moe import (
     mixture_check,
     moe_check,
     pipeline_check,
+    precision_check,
     recompute_facts,
     te_ep_check,
     te_router_check,
@@ -118,6 +119,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += titan_dispatchers_check.check(config, flavor)
     found += te_router_check.check(config, flavor)
     found += te_ep_check.check(config, flavor, unsound)
+    found += precision_check.check(config, flavor, unsound)
     found += _recompute(config, flavor)
     found += _lengths(config, flavor.max_seq_len)
     if config.comm.mode == "fake_backend":  # a dry run checks what it stands for

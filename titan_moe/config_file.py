@@ -7,6 +7,7 @@ schema; for what matches it, `check` (in config_check.py) lists what does not fi
 where that is written. Imports neither torch nor torchtitan.
 """
 
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import tomli
 
-from titan_moe import mixture_check, titan02, toml_text
+from titan_moe import mixture_check, precision_check, titan02, toml_text
 from titan_moe.config import Config, DataSource
 from titan_moe.config_check import check, model_flavor, unsound
 from titan_moe.config_keys import LEAVES, SECTIONS, build, converted, not_none, printable, shown, unknown, wrong
@@ -127,6 +128,7 @@ def read(argv: list[str], world_size: int = 1) -> Loaded:
         if refusal := titan02.refusal(key, value):
             reading.problem(reading.origins[key], refusal, suspect=key)
     reading.dataset_or_mixture()
+    reading.dtype_of_recipe()
     config = build(reading.values)
     if config.model.scale_down and not reading.problems:
         config = reading.twin(config, world_size)
@@ -336,6 +338,14 @@ class _Reading:
             )
         else:
             del self.values[dataset], self.origins[dataset]
+
+    def dtype_of_recipe(self) -> None:
+        """A recipe that quantizes nothing takes the place of a compute type that its base sets."""
+        recipe, dtype = "precision.recipe", "training.mixed_precision_param"
+        meant = precision_check.DTYPES.get(self.values.get(recipe))
+        if meant is None or self.distances.get(dtype, math.inf) <= self.distances[recipe]:
+            return  # nothing to replace, or set no further away: `check` compares
+        self.values[dtype], self.origins[dtype] = meant, self.origins[recipe]
 
     def twin(self, config: Config, world_size: int) -> Config:
         """The twin of `config`; what it changes was set by model.scale_down, or is at its default there."""

@@ -11,6 +11,8 @@ every node, replaces some of them and builds the modules on the meta device:
 | MTPDecoder                 | families.Model             | MTP layers too leave the head to the loss              |
 | Attention, norms,          | block: LatentAttention,    | names for what backward can make again instead of      |
 | FeedForward                | Norm, SwiGLU, SharedExpert | keeping it                                             |
+| Linear                     | precision.linear:          | GEMMs in low precision, of the layers that a recipe    |
+|                            | QuantizedLinear            | holds for                                              |
 
 `init_weights` gives every parameter the same values on every mesh: see its docstring.
 """
@@ -42,6 +44,8 @@ from titan_moe.mesh_check import region_tokens
 from titan_moe.moe.choices import choose_experts
 from titan_moe.moe.layer import fuse
 from titan_moe.moe.names import FUSED, GATE, UP, split_w13
+from titan_moe.precision.layers import chosen
+from titan_moe.precision.linear import quantize_linears
 from titan_moe.te_ep_check import in_flight
 
 # Rows drawn with one seed. A rank draws whole blocks, so a smaller one wastes less at the edge of its slice and a
@@ -53,15 +57,21 @@ def model_config(config: Config) -> Model.Config:
     """torchtitan's config tree for this model, our nodes and the sharding of every node in it."""
     tree = families.tree(model_flavor(config), config.training.seq_len)
     layers = [*tree.layers, *tree.mtp_layers]
+    paths = [f"{part}.{i}" for part in ("layers", "mtp_layers") for i in range(len(getattr(tree, part)))]
+    low_precision = chosen(config, model_flavor(config))
     for layer in layers:
         if DEVICE_TYPE == "cpu":
             layer.attention.inner_attention = DenseAttention.Config()
     families.set_sharding(tree, enable_ep=config.parallelism.expert_parallel_degree > 1)
-    for layer in layers:
+    for i, (layer, path) in enumerate(zip(layers, paths)):
+        recipe = low_precision if low_precision is not None and low_precision.holds_for(i) else None
         if layer.moe is not None:
             layer.moe.load_balance_coeff = config.moe.load_balance_coeff or None
-            layer.moe = fuse(layer.moe, **moe_settings(config))
+            of_experts = recipe.recipe.name if recipe is not None and recipe.experts else None
+            layer.moe = fuse(layer.moe, **moe_settings(config), recipe=of_experts, name=f"{path}.moe")
         mark(layer)
+        if recipe is not None:
+            quantize_linears(layer, path, recipe)
     return tree
 
 

@@ -40,7 +40,7 @@ from torch.utils.checkpoint import GraphExecGroup
 def rebuilding(kinds: Collection[str]) -> Iterator[None]:
     """Inside, what calls of `rebuilt` of these kinds return is not kept for backward."""
     global _scope
-    outer, _scope = _scope, _Scope(frozenset(kinds), {})
+    outer, _scope = _scope, _Scope(frozenset(kinds), {}, set())
     try:
         with saved_tensors_hooks(partial(_pack, _scope.made), _unpack):
             yield
@@ -51,10 +51,25 @@ def rebuilding(kinds: Collection[str]) -> Iterator[None]:
 def rebuilt(kinds: Collection[str], make: Callable[..., Any], *inputs: Any) -> Any:
     """`make(*inputs)`, a tensor or a tuple of them. Inside `rebuilding` of one of these kinds it is run again in
     backward rather than its result kept; elsewhere this is a plain call."""
+    if _scope is None or _scope.kinds.isdisjoint(kinds) or not torch.is_grad_enabled():
+        return make(*inputs)
+    _scope.inputs.update(_memory(inputs))
     outputs = make(*inputs)
-    if _scope is not None and not _scope.kinds.isdisjoint(kinds) and torch.is_grad_enabled():
-        _scope.note(make, inputs, (outputs,) if isinstance(outputs, Tensor) else outputs)
+    _scope.note(make, inputs, (outputs,) if isinstance(outputs, Tensor) else outputs)
     return outputs
+
+
+def _memory(inputs: tuple) -> set[StorageWeakRef]:
+    return {StorageWeakRef(arg.untyped_storage()) for arg in inputs if isinstance(arg, Tensor)}
+
+
+def has_anyway(tensor: Tensor) -> bool:
+    """Whether backward will have `tensor` though no other node keeps it: a call of `rebuilt` is run again for it, or
+    has it as an input."""
+    if _scope is None:
+        return False
+    memory = StorageWeakRef(tensor.untyped_storage())
+    return memory in _scope.inputs or _found(_scope.made, tensor) is not None
 
 
 class _Scope(NamedTuple):
@@ -62,10 +77,11 @@ class _Scope(NamedTuple):
     # By the memory that a call made: views of a result count as the result. The weak reference keeps the key from being
     # given to other memory, not the memory from being freed.
     made: dict[StorageWeakRef, "_Made"]
+    inputs: set[StorageWeakRef]  # that recipes keep, or make again
 
     def note(self, make: Callable[..., Any], inputs: tuple, outputs: tuple[Tensor, ...]) -> None:
         # A function may return its input as it is, as .float() of an fp32 tensor does.
-        given = {StorageWeakRef(arg.untyped_storage()) for arg in inputs if isinstance(arg, Tensor)}
+        given = _memory(inputs)
         recipe = _Recipe(make, [_Input.of(arg, self.made) for arg in inputs])
         for index, output in enumerate(outputs):
             key = StorageWeakRef(output.untyped_storage())
@@ -93,10 +109,17 @@ class _Piece(NamedTuple):
     offset: int | torch.SymInt
 
 
-def _pack(made: dict[StorageWeakRef, _Made], tensor: Tensor) -> Tensor | _Piece:
+def _found(made: dict[StorageWeakRef, _Made], tensor: Tensor) -> _Made | None:
     found = made.get(StorageWeakRef(tensor.untyped_storage()))
-    # Written to since it was made, or read as another type: the recipe would not give this, so it is kept.
+    # Written to since it was made, or read as another type: the recipe would not give this.
     if found is None or found.version != tensor._version or found.dtype != tensor.dtype:
+        return None
+    return found
+
+
+def _pack(made: dict[StorageWeakRef, _Made], tensor: Tensor) -> Tensor | _Piece:
+    found = _found(made, tensor)
+    if found is None:
         return tensor
     found.recipe.handed_out += 1
     return _Piece(found.recipe, found.index, tensor.size(), tensor.stride(), tensor.storage_offset())

@@ -6,14 +6,17 @@ import torch
 
 from titan_moe.moe import te, te_experts, te_fused
 from titan_moe.moe.experts import grouped_mm_problem
+from titan_moe.precision.recipes import RECIPES
 
 # Slab sizes: what tensor cores and TE's grouped GEMM want, and what makes a CPU meet few kernel shapes.
 ALIGNMENT = 16 if DEVICE_TYPE == "cpu" else 128
 
 
-def slab_alignment(experts: str) -> int:
-    """Slab sizes are multiples of it, for an experts backend as `choose_experts` gave it."""
-    return te_fused.ALIGNMENT if experts == "te_fused" else ALIGNMENT
+def slab_alignment(experts: str, recipe: str | None = None) -> int:
+    """Slab sizes are multiples of it, for an experts backend as `choose_experts` gave it and a recipe that quantizes
+    its GEMMs. All of these are powers of two."""
+    backend = te_fused.ALIGNMENT if experts == "te_fused" else ALIGNMENT
+    return max(backend, RECIPES[recipe].alignment) if recipe else backend
 
 
 def choose_dispatcher(name: str, ranks: int) -> tuple[str, str]:

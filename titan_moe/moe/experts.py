@@ -14,7 +14,7 @@ Backends, by name in `EXPERTS`, where te_experts.py adds another:
 
 The gradient of the input (dgrad) and of the weight (wgrad) are separate nodes of the graph, because schedules that
 split the backward pass (zero bubble) first ask for the one, later for the other, and a node that does both would do
-both twice. `_linear` shows how: what the two share is an identity.
+both twice. `linear` shows how: what the two share is an identity.
 
 "Early" weighting multiplies h, F numbers per row, "late" the result y, D numbers, after it was rounded. Backward is the
 same for both: with t = dy W2^T the gradient of the weight is t . h = dy . y, and y need not be kept.
@@ -80,8 +80,7 @@ def grouped_mm(
     source: Source | None = None,
 ) -> Tensor:
     """y_RD by torch._grouped_mm; the rows beyond the last slab are undefined."""
-    gemm = (_PiecewiseGemm if x_RD.device.type == "cpu" else _GroupedGemm)(counts_E)
-    return by_gemm(gemm, x_RD, weight_R, w13_EF2D, w2_EDF, late=late, source=source)
+    return by_gemm(grouped_gemm(counts_E), x_RD, weight_R, w13_EF2D, w2_EDF, late=late, source=source)
 
 
 def by_gemm(
@@ -96,7 +95,7 @@ def by_gemm(
 ) -> Tensor:
     """y_RD by any grouped GEMM; the rows beyond the last slab are undefined."""
     experts, hidden, _, width = w13_EF2D.shape
-    gate_up_R2F = _linear(gemm, x_RD, w13_EF2D.view(experts, 2 * hidden, width), source)
+    gate_up_R2F = linear(gemm, x_RD, w13_EF2D.view(experts, 2 * hidden, width), source)
 
     # The wgrad of w2 needs h again. Its node is made before SwiGLU's, so backward comes to it later and finds the h
     # that SwiGLU's backward left for it in passing. If none was left, it computes h itself.
@@ -141,6 +140,11 @@ class GroupedGemm(Protocol):
     def wgrad(self, grad_RO: Tensor, x_RI: Tensor) -> Tensor: ...
 
     def blocks(self, width: int) -> list[slice]: ...
+
+
+def grouped_gemm(counts_E: Tensor) -> GroupedGemm:
+    """Of torch, for slabs of these sizes."""
+    return (_PiecewiseGemm if counts_E.device.type == "cpu" else _GroupedGemm)(counts_E)
 
 
 class _GroupedGemm:
@@ -211,19 +215,21 @@ class _PiecewiseGemm:
 # A grouped linear map with dgrad and wgrad apart
 
 
-def _linear(gemm: GroupedGemm, x_RI: Tensor, w_EOI: Tensor, source: Source | None) -> Tensor:
+def linear(gemm: GroupedGemm, x_RI: Tensor, w_EOI: Tensor, source: Source | None = None) -> Tensor:
     """y = x w^T for each slab, as three nodes:
 
                     y         backward of Join hands dy to both
                   /   \\
           _Dgrad(x)   _Wgrad(w)       neither knows the other's input
 
-    The wgrad keeps x, or what `source` makes it of.
+    The wgrad keeps what `source` makes x of; without one x, or what a GEMM that quantizes keeps in its place (`keep`
+    of precision/gemm.py).
     """
     y_RO = _Dgrad.apply(x_RI, w_EOI.detach(), gemm)
-    if source is None:
-        return Join.apply(y_RO, wgrad_node(gemm, w_EOI, y_RO.shape, None, x_RI), None)
-    return Join.apply(y_RO, wgrad_node(gemm, w_EOI, y_RO.shape, source.gather, source.x_TD), None)
+    again, kept = (None, (x_RI,)) if source is None else (source.gather, (source.x_TD,))
+    if source is None and w_EOI.requires_grad and hasattr(gemm, "keep"):
+        again, kept = gemm.keep(x_RI.detach())
+    return Join.apply(y_RO, wgrad_node(gemm, w_EOI, y_RO.shape, again, *kept), None)
 
 
 def wgrad_node(gemm, w_EOI: Tensor, shape: torch.Size, again: Callable[..., Tensor] | None, *kept: Tensor) -> Tensor:

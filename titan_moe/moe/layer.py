@@ -35,13 +35,14 @@ from torchtitan.config.override import derive, override
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 
-from titan_moe.moe import balance
+from titan_moe.moe import balance, quantized_experts
 from titan_moe.moe.choices import choose_dispatcher, choose_experts, slab_alignment
 from titan_moe.moe.dispatch import Dispatcher, make_dispatcher
 from titan_moe.moe.experts import EXPERTS, Source
 from titan_moe.moe.names import FUSED, GATE, UP, merge_w13, split_w13
 from titan_moe.moe.router import Router, RouterGate, collect, recomputing
 from titan_moe.moe.te_router import TERouter
+from titan_moe.precision.recipes import RECIPES
 
 
 class FusedExperts(GroupedExperts):
@@ -51,11 +52,14 @@ class FusedExperts(GroupedExperts):
     class Config(GroupedExperts.Config):
         backend: str = "auto"
         weighting: str = "early"
+        recipe: str | None = None  # of precision/recipes.py, emulated
+        name: str = ""  # of the module, for the noise of a recipe that rounds by chance
 
     def __init__(self, config: Config):
         super(GroupedExperts, self).__init__()
         self.num_experts = config.num_experts
         self.backend, self.late = config.backend, config.weighting == "late"
+        self.recipe, self.name = config.recipe, config.name
         self.w13_EF2D = nn.Parameter(torch.empty(config.num_experts, config.hidden_dim, 2, config.dim))
         self.w2_EDF = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
         self.register_state_dict_post_hook(_split_on_save)
@@ -69,7 +73,10 @@ class FusedExperts(GroupedExperts):
         )
         local_experts, dim, hidden = w2_EDF.shape
         backend, _ = choose_experts(self.backend, x_RD.device.type, x_RD.dtype, dim, hidden, local_experts)
-        return EXPERTS[backend](x_RD, counts_E, weight_R, w13_EF2D, w2_EDF, late=self.late, source=source)
+        run = EXPERTS[backend]
+        if self.recipe is not None:
+            run = partial(quantized_experts.EXPERTS[backend], recipe=RECIPES[self.recipe], name=self.name)
+        return run(x_RD, counts_E, weight_R, w13_EF2D, w2_EDF, late=self.late, source=source)
 
 
 def _split_on_save(module, state_dict: dict[str, Any], prefix: str, local_metadata) -> None:
@@ -118,7 +125,7 @@ class FusedRoutedExperts(RoutedExperts):
             name,
             num_experts=self.config.token_dispatcher.num_experts,
             top_k=self.config.token_dispatcher.top_k,
-            alignment=slab_alignment(self.inner_experts.backend),
+            alignment=slab_alignment(self.inner_experts.backend, self.inner_experts.recipe),
             capacity_factor=self.config.capacity_factor,
             drop_policy=self.config.drop_policy,
             ep_group=ep_group,
@@ -259,11 +266,13 @@ def fuse(
     z_loss_coeff: float = 0.0,
     sequences_per_step: int = 1,
     router: str = "torch",
+    recipe: str | None = None,
+    name: str = "",
 ) -> FusedMoE.Config:
     """A stock MoE config, sharding set or not, as one of ours. `sequences_per_step` is over all ranks and microbatches
     of an optimizer step; only the auxiliary losses need it. `max_tokens` is of one rank and microbatch; only te_ep,
     deepep, hybridep and a `recv_buffer` other than "exact" need it. `in_flight`, for te_ep: microbatches that may wait
-    for their backward."""
+    for their backward. `recipe` is what the experts' GEMMs are quantized to, `name` this layer's."""
     routed, chooser = config.routed_experts, config.router
     inner = routed.inner_experts
     if type(inner) is not GroupedExperts.Config:
@@ -276,6 +285,8 @@ def fuse(
         FusedExperts.Config,
         backend=experts,
         weighting=weighting,
+        recipe=recipe,
+        name=name,
         param_init=_fused_init(inner.param_init),
         sharding_config=_fused_sharding(inner.sharding_config),
     )

@@ -1,56 +1,130 @@
-"""The numbers themselves: E4M3, E5M2 and E2M1 elements, E8M0 scales, and the 16 x 16 Hadamard transform."""
+"""The numbers themselves: elements of 8 and 4 bits, and the scales of blocks and tensors.
+
+An element format is a grid. Between 2^e and 2^(e+1) its numbers are 2^(e-M) apart, M the bits of its mantissa, and
+below its least normal exponent they are as far apart as just above it. So rounding needs one thing of a number y, the
+power of two below it. `round_` takes that from y's bits, p, and lets the fp32 adder round: in y + 1.5 x 2^(23-M) p the
+last bit of the sum weighs 2^-M p, so the sum is y rounded to the grid, to nearest and ties to even, and subtracting the
+same again is exact. Five passes over memory that vectorize everywhere; torch's float8 casts go number by number on a
+CPU and take four times as long.
+
+Scales come in pairs: `encode`, which elements are multiplied with before they are rounded, and `decode`, which takes
+them back and is what a tensor stores. The arithmetic is Transformer Engine 2.20.2's, step for step, in fp32, because
+where a scale falls on the one or the other side of a rounding decides about a whole block:
+
+- one fp32 scale for a tensor (`tensor_scale`): encode = limit / amax, 1 if amax is zero or not finite;
+- a power of two in fp32 (`power_of_two_scale`): the same, mantissa cut off, so rounded towards fewer overflows;
+- E8M0 (`e8m0_scale`): decode = amax / limit rounded up to a power of two between 2^-127 and 2^127, as Blackwell's
+  conversion instruction does and torchao calls RCEIL. No element overflows. The OCP specification (MX v1.0, 6.3) takes
+  the power of two below amax divided by the one below limit instead: half as much where amax lies above the limit times
+  a power of two, and there the largest elements saturate, by up to an eighth of their value;
+- E4M3 (`e4m3_scale`): decode is relative to a scale of the whole tensor, which is chosen so that the largest block gets
+  the largest decode, 448. Rounded to nearest, it may let elements overflow, which saturate.
+
+What happens to numbers that are none: NaN elements stay NaN in E4M3 and E5M2; E2M1 has none and stores its largest
+number, as the hardware does, but the scales do not hide it: a NaN makes the amax NaN, and that makes E8M0 and E4M3
+scales NaN. (Transformer Engine's kernels leave a NaN out of the amax; what a GEMM makes of its row is NaN either way.)
+Infinity saturates. In E8M0 blocks it comes back as infinity, under two levels as infinity or NaN, but a tensor's or a
+power-of-two scale is 1 then, and infinity becomes the largest element: that is what Transformer Engine does.
+"""
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
-"""Largest finite element"""
+FP32_MAX = torch.finfo(torch.float32).max
+EXPONENT_BITS = 0x7F800000  # of an fp32 number
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Transformer Engine's signs of the "random" Hadamard transform, drawn once for all (nvfp4_tensor.py)"""
+
+
+class Element(NamedTuple):
+    mantissa: int
+    """Bits after the point"""
+    min_exponent: int
+    """Of the least normal number"""
+    limit: float
+    """Largest number; beyond it elements saturate"""
+
+
+ELEMENTS = {"e4m3": Element(3, -6, 448.0), "e5m2": Element(2, -14, 57344.0), "e2m1": Element(1, 0, 6.0)}
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Transformer Engine's signs of the random Hadamard transform, drawn once for all"""
 
 
-def round_e2m1(y: Tensor) -> Tensor:
-    """fp32 `y` in [-6, 6], rounded to the nearest E2M1 number, ties to even; fp32."""
-    magnitude = y.abs()
-    step = 0.5 + 0.5 * (magnitude >= 2) + (magnitude >= 4)
-    return torch.round(y / step) * step
+def round_(y: Tensor, element: Element, chance: Tensor | None = None) -> Tensor:
+    """Rounds fp32 `y` in place to numbers of `element`, saturating; a negative number that becomes zero loses its sign.
+
+    To the nearest, ties to even; or with `chance`, numbers of y's shape uniform in (-1/2, 1/2), to one of the two
+    neighbours so that the mean is y: `chance` grid steps are added first.
+    """
+    y.clamp_(-element.limit, element.limit)
+    power = (y.view(torch.int32) & EXPONENT_BITS).view(torch.float32).clamp_min_(2.0**element.min_exponent)
+    if chance is not None:
+        y.addcmul_(power, chance, value=2.0**-element.mantissa)
+    shift = 1.5 * 2.0 ** (23 - element.mantissa)
+    return y.add_(power, alpha=shift).sub_(power, alpha=shift)
 
 
-def round_e2m1_stochastic(y: Tensor, generator: torch.Generator | None) -> Tensor:
-    """fp32 `y` in [-6, 6], rounded to one of its two E2M1 neighbours, with `y` as the mean; fp32."""
-    magnitude = y.abs()
-    step = 0.5 + 0.5 * (magnitude >= 2) + (magnitude >= 4)
-    chance = torch.rand(y.shape, generator=generator, device=y.device)
-    return torch.copysign(torch.floor(magnitude / step + chance) * step, y)
+def chances(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """fp32 numbers (k + 1/2) / 2^16 of 16 random bits k each, in (-1/2, 1/2), shaped `like`. (The hardware uses 8.)"""
+    words = torch.empty((like.numel() + 3) // 4, dtype=torch.int64, device=like.device)
+    bits = words.random_(-(2**63), None, generator=generator).view(torch.int16)[: like.numel()]
+    return bits.view(like.shape).float().add_(0.5).mul_(2.0**-16)
 
 
 def encode_e2m1(values: Tensor) -> Tensor:
     """4-bit codes, uint8, of fp32 E2M1 numbers."""
     magnitude = values.abs()
     code = torch.where(magnitude < 2, 2 * magnitude, torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4))
-    return code.to(torch.uint8) + 8 * torch.signbit(values).to(torch.uint8)
+    code = torch.where(code <= 7, code, 7)  # NaN
+    return code.to(torch.uint8) + 8 * torch.signbit(values)
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
-    """fp32 numbers of 4-bit E2M1 codes."""
+    """fp32 numbers of 4-bit E2M1 codes, uint8."""
     table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
     return table[codes.long()]
 
 
-def e8m0_round_up(value: Tensor) -> Tensor:
-    """The E8M0 code, uint8, of the least power of two that is not below fp32 `value` >= 0."""
-    bits = value.view(torch.int32)
-    code = (bits + 0x7FFFFF) >> 23
-    return torch.where(bits <= 0x400000, 0, code).clamp(max=254).to(torch.uint8)
+def tensor_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """(encode, decode) with encode = limit / amax; fp32, as `amax`."""
+    encode = torch.div(amax.new_full((), limit), amax).clamp(max=FP32_MAX)  # (limit / amax is limit * (1 / amax))
+    encode = torch.where((amax > 0) & (amax < torch.inf), encode, 1.0)
+    return encode, encode.reciprocal()
 
 
-def decode_e8m0(code: Tensor) -> Tensor:
-    """fp32 2^(code - 127)."""
-    return torch.ldexp(torch.ones((), device=code.device), code.int() - 127)
+def power_of_two_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """(encode, decode) with encode = limit / amax rounded down to a power of two; fp32, as `amax`."""
+    encode, _ = tensor_scale(amax, limit)
+    encode = (encode.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+    return encode, encode.reciprocal()
+
+
+def e8m0_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """(encode, decode) with decode = amax / limit rounded up to a power of two of E8M0; fp32, as `amax`.
+
+    The least, 2^-127, is an amax of zero's too, and its encode is 1: such small numbers become zeros.
+    """
+    ratio = amax * (1 / limit)
+    power = ((ratio.view(torch.int32) + 0x7FFFFF) & EXPONENT_BITS).view(torch.float32)
+    decode = torch.maximum(power, ratio).clamp_(2.0**-126, 2.0**127)  # (the larger one is NaN where one of them is)
+    least = ratio <= 2.0**-127
+    return decode.reciprocal().masked_fill_(least, 1.0), decode.masked_fill_(least, 2.0**-127)
+
+
+def e4m3_scale(amax: Tensor, limit: float, tensor_encode: Tensor) -> tuple[Tensor, Tensor]:
+    """(encode, decode) of blocks, decode an E4M3 number, under a tensor's `tensor_encode` (broadcast over `amax`)."""
+    decode = round_(amax * (tensor_encode * (1 / limit)), ELEMENTS["e4m3"])
+    return (decode * tensor_encode.reciprocal()).reciprocal_().clamp_(max=FP32_MAX), decode
+
+
+def two_level_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """(encode, decode) of a whole tensor whose blocks have `e4m3_scale`s; fp32, as `amax`."""
+    top = ELEMENTS["e4m3"].limit * limit
+    encode = torch.div(amax.new_full((), top), amax).clamp(max=FP32_MAX)
+    return torch.where((amax == 0) | (encode == 0), 1.0, encode), amax * (1 / top)
 
 
 @functools.lru_cache
@@ -64,8 +138,7 @@ def hadamard_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tens
 
 
 def hadamard(x: Tensor, size: int, axis: int) -> Tensor:
-    """`x` with each run of `size` numbers along `axis` (-1 or -2) multiplied by the transform; of x's dtype."""
+    """`x`, each run of `size` numbers along `axis` (-1 or -2) multiplied with the transform, rounded to x's dtype."""
     matrix = hadamard_matrix(size, x.device, x.dtype)
-    if axis == -1:
-        return (x.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
-    return (matrix.T @ x.unflatten(-2, (-1, size))).flatten(-3, -2)
+    blocks = x.unflatten(axis, (x.shape[axis] // size, size))
+    return (blocks @ matrix).flatten(-2) if axis == -1 else (matrix.T @ blocks).flatten(-3, -2)

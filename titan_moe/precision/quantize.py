@@ -25,8 +25,6 @@ from torch import Tensor
 from titan_moe.precision import formats
 from titan_moe.precision.recipes import Format
 
-FP32_MAX = torch.finfo(torch.float32).max
-
 
 class Groups(NamedTuple):
     """Which expert each row belongs to: `of_row` int64 [R], of which ids outside 0..count-1 mark the tail."""
@@ -39,6 +37,11 @@ class Groups(NamedTuple):
         """From the sizes of expert-major slabs, int64 [E], in a buffer of `rows` rows. No host sync."""
         index = torch.arange(rows, device=counts_E.device)
         return Groups(torch.searchsorted(counts_E.cumsum(0), index, right=True), len(counts_E))
+
+    def of_block(self, rows: int) -> Tensor:
+        """int64 [R / rows]: the expert of each block of `rows` rows, the tail's all `count`."""
+        ids = self.of_row[::rows]
+        return torch.where((ids >= 0) & (ids < self.count), ids, self.count)
 
 
 class RoundTrip(NamedTuple):
@@ -53,58 +56,72 @@ class Quantized:
     """A stored tensor.
 
     data: x's shape in float8, or uint8 with two E2M1 numbers per byte along the contracted axis, the first one low.
-    scale: what a block's elements are multiplied with: fp32 (scale "fp32", [] or [E]; "pow2", one per block), uint8
-        E8M0 or float8 E4M3 (one per block, x's shape divided by the block).
-    global_scale: fp32 [] or [E], of two-level formats.
+    scale: what elements are multiplied with: fp32 for one scale per tensor ([] or [E]) and for powers of two, float8
+        E8M0 or E4M3 for those (x's shape divided by the block).
+    tensor_scale: fp32 [] or [E], of two-level formats.
     """
 
     data: Tensor
     scale: Tensor
-    global_scale: Tensor | None
+    tensor_scale: Tensor | None
     format: Format
     axis: int
     groups: Groups | None
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.data, self.scale, self.global_scale) if tensor is not None)
+        return sum(tensor.nbytes for tensor in (self.data, self.scale, self.tensor_scale) if tensor is not None)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The tensor these numbers stand for, without the Hadamard transform's inverse: as the GEMM sees it."""
+        """The tensor that is stored, as a GEMM sees it: a Hadamard transform is not undone."""
         if self.format.element == "e2m1":
             halves = torch.stack([self.data & 15, self.data >> 4], dim=self.axis if self.axis == -1 else -2)
-            shape = list(self.data.shape)
-            shape[self.axis] *= 2
-            values = formats.decode_e2m1(halves.reshape(shape))
+            values = formats.decode_e2m1(halves.flatten(*((-2, -1) if self.axis == -1 else (-3, -2))))
         else:
             values = self.data.float()
         if self.format.block is None:
-            return (values * _per_row(self.scale, values, self.groups)).to(dtype)
-        scale = formats.decode_e8m0(self.scale) if self.format.scale == "e8m0" else self.scale.float()
-        values = _blocks(values, self.format, self.axis) * scale[..., :, None, :, None]
-        values = values.flatten(-4, -3).flatten(-2)
-        if self.global_scale is not None:
-            values = values * _per_row(self.global_scale, values, self.groups)
+            return values.mul_(_of_rows(self.scale, values, self.groups)).to(dtype)
+        values = _joined(_blocks(values, self.format, self.axis) * self.scale.float()[..., :, None, :, None])
+        if self.tensor_scale is not None:
+            values.mul_(_of_rows(self.tensor_scale, values, self.groups))
         return values.to(dtype)
 
 
+class _Scaled(NamedTuple):
+    """fp32 `y`, x in units of its elements, and the scales that take it back; `decode` is None without blocks."""
+
+    y: Tensor
+    decode: Tensor | None
+    tensor_decode: Tensor | None
+
+
+@torch.no_grad()
 def quantize(
     x: Tensor, fmt: Format, axis: int, *, groups: Groups | None = None, generator: torch.Generator | None = None
 ) -> Quantized:
-    """`x` [R, D] or [E, O, I], fp32 or bf16, in `fmt` with blocks along `axis`, the contracted one (the last or the one
-    before). Raises ValueError where blocks do not tile the tensor or a block spans two experts."""
+    """`x` [R, D] or [E, O, I], fp32 or bf16, in `fmt` with blocks along `axis`, the contracted one, the last or the one
+    before. `generator`, on x's device, draws for stochastic rounding.
+
+    Raises ValueError where blocks do not tile the tensor or one spans two experts.
+    """
     axis = _check(x, fmt, axis, groups)
-    elements, scale, global_scale = _elements(x, fmt, axis, groups, generator)
+    y, decode, tensor_decode = _scaled(x, fmt, axis, groups)
+    signs = y.clone()
+    elements = _round(y, fmt, generator).copysign_(signs)
     if fmt.element == "e2m1":
-        codes = formats.encode_e2m1(elements)
-        pairs = codes.unflatten(axis, (-1, 2))
-        low, high = pairs.unbind(axis if axis == -1 else -2)
+        pairs = formats.encode_e2m1(elements).unflatten(axis, (x.shape[axis] // 2, 2))
+        low, high = pairs.unbind(-1 if axis == -1 else -2)
         data = low | high << 4
     else:
         data = elements.to(formats.FLOAT8[fmt.element])
-    return Quantized(data, scale, global_scale, fmt, axis, groups)
+    if decode is None:
+        assert tensor_decode is not None
+        return Quantized(data, tensor_decode, None, fmt, axis, groups)
+    stored = {"pow2": torch.float32, "e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}[fmt.scale]
+    return Quantized(data, decode.to(stored), tensor_decode, fmt, axis, groups)
 
 
+@torch.no_grad()
 def round_trip(
     x: Tensor,
     fmt: Format,
@@ -114,17 +131,38 @@ def round_trip(
     generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
 ) -> RoundTrip:
-    """`quantize` and back, in `dtype` (default: x's)."""
+    """`quantize` and back, in `dtype` (default: x's; elements and block scales are exact in bf16)."""
     axis = _check(x, fmt, axis, groups)
-    elements, scale, global_scale = _elements(x, fmt, axis, groups, generator)
-    if fmt.element != "e2m1":
-        elements = elements.to(formats.FLOAT8[fmt.element]).float()
-    dtype = dtype or x.dtype
+    y, decode, tensor_decode = _scaled(x, fmt, axis, groups)
+    values = _round(y, fmt, generator)
+    if decode is not None:
+        _blocks(values, fmt, axis).mul_(decode[..., :, None, :, None])
+    return RoundTrip(values.to(dtype or x.dtype), tensor_decode)
+
+
+def _round(y: Tensor, fmt: Format, generator: torch.Generator | None) -> Tensor:
+    chance = formats.chances(y, generator) if fmt.stochastic else None
+    return formats.round_(y, formats.ELEMENTS[fmt.element], chance)
+
+
+def _scaled(x: Tensor, fmt: Format, axis: int, groups: Groups | None) -> _Scaled:
+    if fmt.hadamard:
+        x = formats.hadamard(x, fmt.hadamard, axis)
+    x = x.float()
+    limit = formats.ELEMENTS[fmt.element].limit
     if fmt.block is None:
-        return RoundTrip(elements.to(dtype), scale)
-    scale = formats.decode_e8m0(scale) if fmt.scale == "e8m0" else scale.float()
-    values = _blocks(elements, fmt, axis) * scale[..., :, None, :, None]
-    return RoundTrip(values.flatten(-4, -3).flatten(-2).to(dtype), global_scale)
+        encode, decode = formats.tensor_scale(_tensor_amax(x.abs(), groups, 1), limit)
+        return _Scaled(x * _of_rows(encode, x, groups), None, decode)
+    amax, tensor_decode = _block_amax(x, fmt, axis), None
+    if fmt.scale == "pow2":
+        encode, decode = formats.power_of_two_scale(amax, limit)
+    elif fmt.scale == "e8m0":
+        encode, decode = formats.e8m0_scale(amax, limit)
+    else:
+        rows = x.shape[-2] // max(amax.shape[-2], 1)
+        tensor_encode, tensor_decode = formats.two_level_scale(_tensor_amax(amax, groups, rows), limit)
+        encode, decode = formats.e4m3_scale(amax, limit, _of_rows(tensor_encode, amax, groups, rows))
+    return _Scaled(_joined(_blocks(x, fmt, axis) * encode[..., :, None, :, None]), decode, tensor_decode)
 
 
 def _check(x: Tensor, fmt: Format, axis: int, groups: Groups | None) -> int:
@@ -147,6 +185,8 @@ def _check(x: Tensor, fmt: Format, axis: int, groups: Groups | None) -> int:
 
 def _check_boundaries(groups: Groups, block: int) -> None:
     """That no run of `block` rows belongs to two experts. A device other than the CPU is not waited for."""
+    if block == 1:
+        return
     runs = groups.of_row.unflatten(0, (-1, block))
     same = (runs == runs[:, :1]).all()
     if same.device.type != "cpu":
@@ -160,71 +200,41 @@ def _check_boundaries(groups: Groups, block: int) -> None:
 
 
 def _blocks(x: Tensor, fmt: Format, axis: int) -> Tensor:
-    """x [..., A, B] as [..., A / a, a, B / b, b]; a view of contiguous memory."""
+    """A view of x [..., A, B] as [..., A / a, a, B / b, b]."""
     m, k = fmt.block or x.shape[-2:]
     a, b = (m, k) if axis == -1 else (k, m)
-    return x.unflatten(-1, (-1, b)).unflatten(-3, (-1, a))
+    *lead, A, B = x.shape
+    return x.view(*lead, A // a, a, B // b, b)
 
 
-def _amax(x: Tensor, groups: Groups | None) -> Tensor:
-    """fp32: of the tensor [], of each expert of weights [E], or of each group [count]."""
-    if not x.numel():
-        count = x.shape[:1] if x.dim() == 3 else (groups.count,) if groups is not None else ()
-        return x.new_zeros(count, dtype=torch.float32)
+def _joined(blocks: Tensor) -> Tensor:
+    """The inverse of `_blocks`."""
+    return blocks.flatten(-4, -3).flatten(-2)
+
+
+def _block_amax(x: Tensor, fmt: Format, axis: int) -> Tensor:
+    """Largest magnitude of each block, [..., A / a, B / b]."""
+    amax = _blocks(x.abs(), fmt, axis)
+    amax = amax.amax(-3) if amax.shape[-3] > 1 else amax.squeeze(-3)
+    if amax.shape[-1] == 16:  # torch reduces fewer than 32 neighbours one by one on a CPU
+        amax = torch.maximum(amax[..., :8], amax[..., 8:])
+    return amax.amax(-1) if amax.shape[-1] > 1 else amax.squeeze(-1)
+
+
+def _tensor_amax(magnitude: Tensor, groups: Groups | None, rows: int) -> Tensor:
+    """Largest of `magnitude` [..., A, B]: of the tensor [], of each expert of weights [E], or of each group [count],
+    where a row of it stands for `rows` rows."""
+    if not magnitude.numel():
+        return magnitude.new_zeros(magnitude.shape[:-2] if groups is None else groups.count)
+    amax = magnitude.amax(-1)
     if groups is None:
-        return x.abs().flatten(-2).amax(-1).float()
-    rows = x.abs().amax(-1).float()
-    ids = torch.where((groups.of_row >= 0) & (groups.of_row < groups.count), groups.of_row, groups.count)
-    return rows.new_zeros(groups.count + 1).scatter_reduce_(0, ids, rows, "amax")[:-1]
+        return amax.amax(-1)
+    return amax.new_zeros(groups.count + 1).scatter_reduce_(0, groups.of_block(rows), amax, "amax")[:-1]
 
 
-def _per_row(scale: Tensor, x: Tensor, groups: Groups | None) -> Tensor:
-    """A scale per tensor or expert, shaped to be multiplied with x."""
+def _of_rows(scale: Tensor, x: Tensor, groups: Groups | None, rows: int = 1) -> Tensor:
+    """A scale per tensor or expert, shaped to be multiplied with x, a row of which stands for `rows` rows. Rows of the
+    tail get 1."""
     if groups is not None:
-        return torch.cat([scale, scale.new_ones(1)])[groups.of_row.clamp(-1, groups.count), None]
+        return torch.cat([scale, scale.new_ones(1)])[groups.of_block(rows), None]
     return scale[:, None, None] if x.dim() == 3 else scale
-
-
-def _elements(
-    x: Tensor, fmt: Format, axis: int, groups: Groups | None, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """fp32 elements in range (E2M1 ones rounded), their scale as stored, and the global scale."""
-    if fmt.hadamard:
-        x = formats.hadamard(x, fmt.hadamard, axis)
-    limit = formats.MAX[fmt.element]
-    if fmt.block is None:
-        amax = _amax(x, groups)
-        encode = _encode_scale(amax, limit, FP32_MAX)
-        return (x.float() * _per_row(encode, x, groups)).clamp(-limit, limit), 1 / encode, None
-    blocks = _blocks(x, fmt, axis)
-    amax = blocks.abs().amax((-3, -1)).float() if x.numel() else x.new_zeros(blocks.shape[:-4] + blocks.shape[-4::2])
-    global_scale = None
-    if fmt.scale == "pow2":
-        encode = _encode_scale(amax, limit, torch.finfo(x.dtype).max)
-        encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
-        scale = 1 / encode
-    elif fmt.scale == "e8m0":
-        scale = formats.e8m0_round_up(amax * torch.tensor(1 / limit))
-        encode = torch.ldexp(torch.ones(()), 127 - scale.int())
-    else:
-        top = 448.0 * limit
-        global_amax = _amax(x, groups)
-        global_encode = (top / global_amax).clamp(max=FP32_MAX)
-        global_encode = torch.where(global_encode == 0, 1.0, global_encode)
-        global_scale = global_amax / top
-        row = _per_row(global_encode, x, groups)
-        row = row[:: fmt.block[1]] if groups is not None and axis == -2 else row
-        scale = (amax * (row * torch.tensor(1 / limit))).clamp(max=448.0).to(torch.float8_e4m3fn)
-        encode = (1 / (scale.float() * (1 / row))).clamp(max=FP32_MAX)
-    elements = (blocks.float() * encode[..., :, None, :, None]).clamp(-limit, limit)
-    elements = elements.flatten(-4, -3).flatten(-2)
-    if fmt.element == "e2m1":
-        rounded = formats.round_e2m1_stochastic(elements, generator) if fmt.stochastic else formats.round_e2m1(elements)
-        return rounded, scale, global_scale
-    return elements, scale, global_scale
-
-
-def _encode_scale(amax: Tensor, limit: float, value_for_inf: float) -> Tensor:
-    """The fp32 scale that takes amax to `limit`; 1 where amax is zero or not finite."""
-    encode = (limit / amax).clamp(max=value_for_inf)
-    return torch.where((amax > 0) & (amax < torch.inf), encode, 1.0)

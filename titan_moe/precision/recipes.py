@@ -73,7 +73,7 @@ RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         _recipe("fp8_current", _CURRENT_E4M3, _CURRENT_E4M3, _CURRENT_E5M2, alignment=1, multiple=16),
-        _recipe("fp8_block", _BLOCK_1, _BLOCK_2, _BLOCK_1, alignment=128, multiple=128),
+        _recipe("fp8_block", _BLOCK_1, _BLOCK_2, _BLOCK_1, alignment=128, multiple=16),
         _recipe("mxfp8", _MXFP8, _MXFP8, _MXFP8, alignment=32, multiple=32),
         Recipe(
             "nvfp4",

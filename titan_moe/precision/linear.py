@@ -1,0 +1,58 @@
+"""Linear layers in low precision, as nodes of torchtitan's config tree.
+
+The parameter stays what it was, with its sharding: fp32 for the optimizer, bf16 when FSDP has gathered it. Under tensor
+parallelism a rank quantizes the part of a matrix that it multiplies. Blocks of 16 or 32 numbers are the same as those
+of the whole matrix; what is one per tensor (fp8_current, the second level of nvfp4), and blocks of 128 that a cut goes
+through, are not.
+
+dgrad and wgrad are nodes of their own in backward, as in moe/experts.py.
+"""
+
+from dataclasses import dataclass
+
+import titan_moe.runtime  # noqa: F401
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.config.override import derive
+from torchtitan.models.common.decoder import TransformerBlock
+from torchtitan.models.common.linear import Linear
+
+from titan_moe.moe.experts import linear
+from titan_moe.precision.gemm import DenseGemm, QuantizedGemm
+from titan_moe.precision.layers import Chosen
+from titan_moe.precision.recipes import RECIPES
+
+
+class QuantizedLinear(Linear):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        recipe: str
+        name: str
+        """Of the layer in the model, for the noise of stochastic rounding"""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        assert self.bias is None
+        self.gemm = QuantizedGemm(DenseGemm(), RECIPES[config.recipe], config.name)
+
+    @torch.compiler.disable
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        out_TO = linear(self.gemm, input.flatten(0, -2), weight.to(input.dtype))
+        return out_TO.unflatten(0, input.shape[:-1])
+
+
+def quantize_linears(layer: TransformerBlock.Config, path: str, chosen: Chosen) -> None:
+    """Put quantized nodes in the config of the layer at `path` in the model, in place of those that are chosen."""
+    for fqn, config, parent, attribute in list(layer.traverse(Linear.Config)):
+        if name_of(fqn) in chosen.linears:
+            assert isinstance(config, Linear.Config) and parent is not None and isinstance(attribute, str)
+            node = derive(config, QuantizedLinear.Config, recipe=chosen.recipe.name, name=f"{path}.{fqn}")
+            setattr(parent, attribute, node)
+
+
+def name_of(fqn: str) -> str:
+    """What layers.py calls the linear layer at `fqn` in a block."""
+    return fqn.removeprefix("moe.").replace("qkv_linear.", "")
