@@ -52,7 +52,7 @@ class FusedExperts(GroupedExperts):
     class Config(GroupedExperts.Config):
         backend: str = "auto"
         weighting: str = "early"
-        recipe: str | None = None  # of precision/recipes.py, emulated
+        recipe: str | None = None  # of precision/recipes.py
         name: str = ""  # of the module, for the noise of a recipe that rounds by chance
 
     def __init__(self, config: Config):
@@ -72,7 +72,8 @@ class FusedExperts(GroupedExperts):
             (w.to_local() if isinstance(w, DTensor) else w).to(x_RD.dtype) for w in (self.w13_EF2D, self.w2_EDF)
         )
         local_experts, dim, hidden = w2_EDF.shape
-        backend, _ = choose_experts(self.backend, x_RD.device.type, x_RD.dtype, dim, hidden, local_experts)
+        device, dtype = x_RD.device.type, x_RD.dtype
+        backend, _ = choose_experts(self.backend, device, dtype, dim, hidden, local_experts, self.recipe)
         run = EXPERTS[backend]
         if self.recipe is not None:
             run = partial(quantized_experts.EXPERTS[backend], recipe=RECIPES[self.recipe], name=self.name)

@@ -39,26 +39,22 @@ def te_grouped(
     *,
     late: bool = False,
     source: Source | None = None,
-    recipe: Recipe | None = None,
 ) -> Tensor:
-    """y_RD by TE; the rows beyond the last slab are undefined. `recipe`: of the operands; None: as they are."""
-    widths = (w13_EF2D.shape[3], 2 * w13_EF2D.shape[1], w13_EF2D.shape[1])
-    on_device = device_splits_problem(te.facts(), x_RD.dtype, *widths[::2], recipe) is None
+    """y_RD by TE; the rows beyond the last slab are undefined."""
+    _, hidden, _, width = w13_EF2D.shape
+    if fits_device_splits(x_RD, counts_E, hidden):
+        gemm = DeviceSplits(counts_E, (width, 2 * hidden, hidden))
+    else:
+        gemm = HostSplits(counts_E)
+    return by_gemm(gemm, x_RD, weight_R, w13_EF2D, w2_EDF, late=late, source=source)
+
+
+def fits_device_splits(x_RD: Tensor, counts_E: Tensor, hidden: int, recipe: Recipe | None = None) -> bool:
+    """Whether the slab sizes may stay on the device."""
     # TE tells cuBLASLt the mean number of rows, a whole number, to choose an algorithm by, and 0 says that there is
     # nothing to do. Only exact sizes, which the host knows anyway, can be so few rows.
-    on_device = on_device and x_RD.shape[0] >= len(counts_E)
-    gemm: HostSplits | DeviceSplits
-    if recipe is None or x_RD.shape[0] == 0:
-        gemm = DeviceSplits(counts_E, widths) if on_device else HostSplits(counts_E)
-    else:
-        from titan_moe.moe.te_quantize import QuantizedDeviceSplits, QuantizedHostSplits
-
-        keeps = source is None and w13_EF2D.requires_grad and torch.is_grad_enabled()
-        if on_device:
-            gemm = QuantizedDeviceSplits(counts_E, widths, recipe, keeps=keeps)
-        else:
-            gemm = QuantizedHostSplits(counts_E, recipe, keeps=keeps)
-    return by_gemm(gemm, x_RD, weight_R, w13_EF2D, w2_EDF, late=late, source=source)
+    rows, width = x_RD.shape
+    return rows >= len(counts_E) and device_splits_problem(te.facts(), x_RD.dtype, width, hidden, recipe) is None
 
 
 EXPERTS["te"] = te_grouped

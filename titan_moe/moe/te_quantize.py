@@ -29,8 +29,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_moe.moe.te_experts import DeviceSplits, HostSplits
+from titan_moe.moe import quantized_experts
+from titan_moe.moe.experts import Source, by_gemm
+from titan_moe.moe.te_experts import DeviceSplits, HostSplits, fits_device_splits, te_grouped
 from titan_moe.precision.recipes import Recipe
+
+
+def te_quantized(
+    x_RD: Tensor,
+    counts_E: Tensor,
+    weight_R: Tensor,
+    w13_EF2D: Tensor,
+    w2_EDF: Tensor,
+    *,
+    recipe: Recipe,
+    name: str = "",
+    late: bool = False,
+    source: Source | None = None,
+) -> Tensor:
+    """y_RD by TE in low precision; the rows beyond the last slab are undefined. `name` is not used: TE draws the noise
+    of stochastic rounding from torch's generator of the device."""
+    if x_RD.shape[0] == 0:  # nothing to quantize; only exact sizes are 0, which the host knows anyway
+        return te_grouped(x_RD, counts_E, weight_R, w13_EF2D, w2_EDF, late=late, source=source)
+    _, hidden, _, width = w13_EF2D.shape
+    keeps = source is None and w13_EF2D.requires_grad and torch.is_grad_enabled()
+    gemm: QuantizedDeviceSplits | QuantizedHostSplits
+    if fits_device_splits(x_RD, counts_E, hidden, recipe):
+        gemm = QuantizedDeviceSplits(counts_E, (width, 2 * hidden, hidden), recipe, keeps=keeps)
+    else:
+        gemm = QuantizedHostSplits(counts_E, recipe, keeps=keeps)
+    return by_gemm(gemm, x_RD, weight_R, w13_EF2D, w2_EDF, late=late, source=source)
+
+
+quantized_experts.EXPERTS["te"] = te_quantized
 
 
 def quantizer(recipe: Recipe, role: str, *, rows: bool = False, columns: bool = False, group: bool = False) -> Any:

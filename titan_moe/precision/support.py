@@ -122,8 +122,8 @@ def choose(backend: str, problem: str | None) -> tuple[str, str]:
     for and cannot."""
     if backend == "te" and problem is not None:
         raise ValueError(
-            f'precision.backend = "te": {problem}; choose one of those, or "emulated", which computes the same numbers '
-            "and saves no time"
+            f'precision.backend = "te": {problem}; choose another recipe, or "emulated", which rounds alike and saves no '
+            "time"
         )
     if backend == "auto":
         return ("te", "Transformer Engine has it here") if problem is None else ("emulated", problem)
