@@ -79,7 +79,7 @@ def encode_e2m1(values: Tensor) -> Tensor:
     magnitude = values.abs()
     code = torch.where(magnitude < 2, 2 * magnitude, torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4))
     code = torch.where(code <= 7, code, 7)  # NaN
-    return code.to(torch.uint8) + 8 * torch.signbit(values)
+    return code.to(torch.uint8) | torch.signbit(values).to(torch.uint8) << 3
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:

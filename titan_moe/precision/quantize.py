@@ -159,7 +159,7 @@ def _scaled(x: Tensor, fmt: Format, axis: int, groups: Groups | None) -> _Scaled
     elif fmt.scale == "e8m0":
         encode, decode = formats.e8m0_scale(amax, limit)
     else:
-        rows = x.shape[-2] // max(amax.shape[-2], 1)
+        rows = fmt.block[0] if axis == -1 else fmt.block[1]
         tensor_encode, tensor_decode = formats.two_level_scale(_tensor_amax(amax, groups, rows), limit)
         encode, decode = formats.e4m3_scale(amax, limit, _of_rows(tensor_encode, amax, groups, rows))
     return _Scaled(_joined(_blocks(x, fmt, axis) * encode[..., :, None, :, None]), decode, tensor_decode)
