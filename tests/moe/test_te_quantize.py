@@ -43,7 +43,8 @@ BY_DEVICE |= {("Hopper", name) for name in ("fp8_current", "fp8_block")}
 ON_HOPPER = ("fp8_current", "fp8_block")
 CASES = [(m, r) for m in MACHINES for r in RECIPES if r in ON_HOPPER or m.startswith("Blackwell")]
 D, F, COUNTS = 128, 256, [128, 0, 256]
-TOLERANCE = 3e-3  # of one GEMM: its result is rounded to bf16
+TOLERANCE = 4e-3  # of one GEMM: its result is rounded to bf16
+NEIGHBOURS = {"fp8_current": 3e-2, "fp8_block": 1.5e-2, "mxfp8": 1.5e-2, "nvfp4": 8e-2}  # of three in a row
 
 
 @pytest.fixture
@@ -55,26 +56,26 @@ def machine(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def no_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are rounded to nearest, so that two of them can be compared."""
-    monkeypatch.setattr(formats, "round_e2m1_stochastic", lambda y, *chance: formats.round_e2m1(y))
+    monkeypatch.setattr(formats, "chances", lambda like, generator: torch.zeros_like(like))
 
 
 cases = pytest.mark.parametrize(("machine", "name"), CASES, indirect=["machine"])
 
 
-def tensors(tail: int = 128) -> list[Tensor]:
-    """Slabs, columns and runs of rows of other magnitude, so that a scale of a neighbour, or along another axis,
-    shows."""
-    made = problem(COUNTS, torch.bfloat16, tail=tail, D=D, F=F)
-    made[0][: COUNTS[0]] *= 100
-    made[0][:, 32:64] *= 1e-3
-    made[0][::5] *= 8
-    made[3][:, ::7] *= 30
-    made[4][::3] *= 16
-    return made
+def wild(*shape: int, seed: int) -> Tensor:
+    """Numbers of which rows and columns differ by up to 2^18, so that a scale of a neighbour, or along another axis,
+    loses whole rows or columns."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = [torch.randint(-9, 10, (shape[axis],), generator=generator).float() for axis in (-2, -1)]
+    values = torch.randn(shape, generator=generator) * torch.exp2(powers[0])[:, None] * torch.exp2(powers[1])
+    return values.bfloat16()
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
+    """Relative, of the row or column that is furthest off."""
+    wrong, right = (got.double() - expected.double()).unflatten(0, (1, -1)), expected.double().unflatten(0, (1, -1))
+    rows, columns = (wrong.norm(dim=axis) / right.norm(dim=axis).clamp(min=1e-30) for axis in (-1, -2))
+    return max(float(rows.max()), float(columns.max()))
 
 
 def product(a: Tensor, fmt_a: Format, axis_a: int, b: Tensor, fmt_b: Format, axis_b: int) -> Tensor:
@@ -105,10 +106,9 @@ def expected_gemms(recipe: Recipe, counts: list[int], x_RI: Tensor, w_EOI: Tenso
 @cases
 def test_each_gemm_multiplies_what_it_should_have_quantized(machine, name):
     recipe = RECIPES[name]
-    x_RD, _, w13, _, _ = tensors()
-    w_EOI = w13.flatten(1, 2)
-    grad_RO = torch.randn(len(x_RD), 2 * F, generator=torch.Generator().manual_seed(2)).bfloat16()
-    grad_RO[::3] *= 16
+    x_RD, w_EOI = wild(sum(COUNTS) + 128, D, seed=1), wild(len(COUNTS), 2 * F, D, seed=2)
+    grad_RO = wild(len(x_RD), 2 * F, seed=3)
+    x_RD[sum(COUNTS) :] = grad_RO[sum(COUNTS) :] = float("nan")
     expected, counts, end = expected_gemms(recipe, COUNTS, x_RD, w_EOI, grad_RO), torch.tensor(COUNTS), sum(COUNTS)
     for keeps in (False, True):
         if (machine, name) in BY_DEVICE:
@@ -127,22 +127,22 @@ def test_each_gemm_multiplies_what_it_should_have_quantized(machine, name):
 
 
 def test_a_wrong_axis_would_show():
-    """Of the formats with scales along an axis: the bound above is far below what exchanging the axes does."""
-    x_RD, _, w13, _, _ = tensors(tail=0)
+    """Of the formats with scales along an axis: the bound above is far below what exchanging axes does."""
+    x, w = wild(128, D, seed=1), wild(128, D, seed=2)
     for name in ("fp8_block", "mxfp8", "nvfp4"):
-        recipe, (x, w) = RECIPES[name], (x_RD[:128], w13[0].flatten(0, 1)[:128])
+        recipe = RECIPES[name]
         right = product(x, recipe.forward_x, -1, w, recipe.forward_w, -1)
         values, factor = round_trip(x, recipe.forward_x, -2)
         other, other_factor = round_trip(w, recipe.forward_w, -1)
         wrong = values.double() @ other.double().T * (1 if factor is None else factor * other_factor)
-        assert difference(wrong, right) > 5 * TOLERANCE, name
+        assert difference(wrong, right) > 0.5, name
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @cases
 def test_experts_are_near_to_the_emulated_ones(machine, name, late):
-    """The emulation rounds the results of GEMMs once more, which moves a few numbers to the next one in FP8."""
-    made, results = tensors(), []
+    """The emulation rounds results of GEMMs more often, which moves some numbers to their neighbour in FP8 or FP4."""
+    made, results = problem(COUNTS, torch.bfloat16, tail=128, D=D, F=F), []
     for backend in ("grouped_mm", "te"):
         leaves = [t.clone().requires_grad_() for t in made[:4]]
         run = partial(EXPERTS[backend], recipe=RECIPES[name], name="layer")
@@ -150,7 +150,7 @@ def test_experts_are_near_to_the_emulated_ones(machine, name, late):
         gradients = torch.autograd.grad(y, leaves, made[4].nan_to_num(0.0))
         end = sum(COUNTS)
         results.append([t.detach()[:end] for t in (y, *gradients[:2])] + list(gradients[2:]))
-    assert_close(results[1], [t.double() for t in results[0]], 3e-2 if name == "nvfp4" else 1.5e-2)
+    assert_close(results[1], [t.double() for t in results[0]], NEIGHBOURS[name])
 
 
 @pytest.mark.parametrize("machine", ["Blackwell"], indirect=True)
@@ -186,7 +186,7 @@ def test_a_linear_layer(machine, name, rows):
 def test_only_the_copy_of_x_by_columns_is_kept_for_backward(machine, name):
     """Of weights nothing quantized lives on, and of x not even its bf16 self, unless its rows can be gathered again:
     then neither."""
-    made = tensors()
+    made = problem(COUNTS, torch.bfloat16, tail=128, D=D, F=F)
     for source in (None, Source(made[0].clone(), lambda x: x)):
         leaves = [t.clone().requires_grad_() for t in made[:4]]
         x, saved = leaves[0], []

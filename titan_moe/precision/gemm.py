@@ -95,7 +95,7 @@ class QuantizedGemm:
             return None, (x_RI,)
         fmt = self.recipe.wgrad_x
         stored: Quantized = once(x_RI, ("stored", fmt), partial(self._stored, x_RI, fmt))
-        kept = (stored.data, stored.scale, stored.global_scale)
+        kept = (stored.data, stored.scale, stored.tensor_scale)
         again = partial(_again, fmt=fmt, groups=stored.groups, shape=x_RI.shape, dtype=x_RI.dtype)
         return again, tuple(tensor for tensor in kept if tensor is not None)
 
@@ -135,7 +135,7 @@ def _operand(
 def _again(
     data: Tensor,
     scale: Tensor,
-    global_scale: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
     *,
     fmt: Format,
     groups: Groups | None,
@@ -146,7 +146,7 @@ def _again(
     if fmt.block is None:
         return RoundTrip(data.to(dtype), scale)
     values = Quantized(data, scale, None, fmt, -2, groups).dequantize(dtype)
-    return RoundTrip(_cut(values, fmt, -2, shape), global_scale)
+    return RoundTrip(_cut(values, fmt, -2, shape), tensor_scale)
 
 
 def _filled(x: Tensor, fmt: Format, axis: int, groups: Groups | None) -> tuple[Tensor, Groups | None]:

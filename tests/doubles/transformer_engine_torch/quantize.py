@@ -133,16 +133,16 @@ class _Matrix:
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "_Matrix"]:
         tensors: list[Tensor | None] = []
         for made in self._made.values():
-            tensors += [made.data, made.scale, made.global_scale] if made else [None] * 3
+            tensors += [made.data, made.scale, made.tensor_scale] if made else [None] * 3
             if made:
-                made.data = made.scale = made.global_scale = None
+                made.data = made.scale = made.tensor_scale = None
         return tensors, self
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
         made = {}
         for columns, old in self._made.items():
-            data, scale, global_scale, *tensors = tensors
-            made[columns] = old and Quantized(data, scale, global_scale, old.format, old.axis, None)
+            data, scale, tensor_scale, *tensors = tensors
+            made[columns] = old and Quantized(data, scale, tensor_scale, old.format, old.axis, None)
         self._made = made
         return tensors
 
@@ -185,7 +185,7 @@ class _Group:
             return values_RK.new_empty(values_RK.numel(), dtype=torch.uint8), values_RK.new_empty(1), None
         fmt = _format(self.quantizer, columns)
         made = _put(values_RK[: sum(self._counts)], fmt, -2 if columns else -1, groups=self._groups())
-        return made.data, made.scale, made.global_scale
+        return made.data, made.scale, made.tensor_scale
 
     def _groups(self) -> Groups:
         return Groups.of_slabs(torch.tensor(self._counts), sum(self._counts))
