@@ -177,8 +177,8 @@ class MoE:
 @dataclass(kw_only=True)
 class Precision:
     recipe: Literal["fp32", "bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4"] | None = None
-    """Number format of the GEMMs; unset: training.mixed_precision_param, which also stays the type of everything that a
-    low-precision recipe leaves alone"""
+    """Number format of the GEMMs (docs/precision.md); unset: training.mixed_precision_param, which also stays the type
+    of everything that a low-precision recipe leaves alone"""
 
     backend: Literal["auto", "te", "emulated"] = "auto"
     """Who quantizes: Transformer Engine, on GPUs that have the format, or torch operations anywhere, which round alike
@@ -188,11 +188,12 @@ class Precision:
     """Whether the recipe holds for the routed experts"""
 
     linears: list[str] = field(default_factory=lambda: ["attention", "feed_forward", "shared_experts"])
-    """Linear layers that the recipe holds for besides, by name or group. Router gate, norms, embedding and output head
-    stay in high precision unless named"""
+    """Linear layers that the recipe holds for besides: groups, or single ones such as "attention.wo", "w2", "lm_head",
+    "eh_proj". The router's gate, norms and the embedding always stay in high precision"""
 
     keep_high_precision_layers: str = ""
-    """Layers that the recipe leaves alone: "first 1, last 2", or numbers and ranges as in "0, 5-7"; empty: none"""
+    """Layers that the recipe leaves alone: "first 1, last 2", or numbers from 0 and ranges as in "0, 5-7"; those of
+    multi-token prediction have the numbers behind the last. Empty: none"""
 
 
 @dataclass(kw_only=True)

@@ -342,7 +342,7 @@ class _Reading:
     def dtype_of_recipe(self) -> None:
         """A recipe that quantizes nothing takes the place of a compute type that its base sets."""
         recipe, dtype = "precision.recipe", "training.mixed_precision_param"
-        meant = precision_check.DTYPES.get(self.values.get(recipe))
+        meant = precision_check.DTYPES.get(self.values.get(recipe) or "")
         if meant is None or self.distances.get(dtype, math.inf) <= self.distances[recipe]:
             return  # nothing to replace, or set no further away: `check` compares
         self.values[dtype], self.origins[dtype] = meant, self.origins[recipe]

@@ -58,6 +58,8 @@ from torchtitan.models.deepseek_v3.mtp import roll_mtp_sequence
 
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
+from titan_moe.precision.gemm import DenseGemm, QuantizedGemm
+from titan_moe.precision.layers import chosen
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits [1, T, V], labels [1, T] -> summed over tokens
 
@@ -91,6 +93,10 @@ class Loss:
         self.num_chunks, self.mtp_coeff = config.loss.num_chunks, config.loss.mtp_coeff
         compiled = config.compile.enable and "loss" in config.compile.components
         fn = torch.compile(cross_entropy_loss, backend=config.compile.backend) if compiled else cross_entropy_loss
+        low = chosen(config, model_flavor(config))
+        self.gemm = None  # of the head, where a recipe holds for it
+        if low is not None and "lm_head" in low.linears:
+            self.gemm = QuantizedGemm(DenseGemm(), low.recipe, "lm_head")
         self.cross_entropy: CrossEntropy = partial(fn, global_vocab_size=model_flavor(config).vocab_size)
         self.lm_head: Linear | None = None
 
@@ -115,7 +121,7 @@ class Loss:
         assert self.lm_head is not None, "this pipeline stage has no head, so no loss either"
         if not torch.is_grad_enabled():
             with gathered(self.lm_head) as weight_VD:
-                sums, _ = head(weight_VD, predictions, self.num_chunks, self.cross_entropy, gradients=False)
+                sums, _ = head(weight_VD, predictions, self.gemm, self.num_chunks, self.cross_entropy, gradients=False)
             return sums[0] * mean, {"loss": sums[0] * mean}
         for depth, h_k_BLD in enumerate(further, start=1):
             assert positions is not None, "without positions MTP's labels would cross documents"
@@ -124,7 +130,7 @@ class Loss:
             predictions.append(Prediction(h_k_BLD.flatten(0, 1), cast(Tensor, labels_k_BL).flatten(), scale))
         with gathered(self.lm_head) as weight_VD:
             hidden, labels, scales = zip(*predictions)
-            loss, sums = _Head.apply(weight_VD, labels, scales, self.num_chunks, self.cross_entropy, *hidden)
+            loss, sums = _Head.apply(weight_VD, labels, scales, self.gemm, self.num_chunks, self.cross_entropy, *hidden)
         parts = {"loss": sums[0] * mean}
         if further:
             parts["mtp_loss"] = sums[1:].mean() * mean
@@ -151,9 +157,9 @@ class _Head(torch.autograd.Function):
     """Head and cross-entropy of several predictions -> (scaled sum of all, sums of each). The second is only told."""
 
     @staticmethod
-    def forward(ctx: Any, weight_VD, labels, scales, num_chunks, cross_entropy, *hidden):
+    def forward(ctx: Any, weight_VD, labels, scales, gemm, num_chunks, cross_entropy, *hidden):
         predictions = [Prediction(*p) for p in zip(hidden, labels, scales)]
-        sums, gradients = head(weight_VD, predictions, num_chunks, cross_entropy, gradients=True)
+        sums, gradients = head(weight_VD, predictions, gemm, num_chunks, cross_entropy, gradients=True)
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(sums)
         return (sums * torch.stack(scales)).sum(), sums
@@ -163,11 +169,17 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, grad, _):  # type: ignore[override]
         # A product, not in place: a split backward comes a second time. Times 1, which it is here, loses no digit.
         dweight_VD, *dhidden = (saved * grad for saved in ctx.saved_tensors)
-        return dweight_VD, None, None, None, None, *dhidden
+        return dweight_VD, *(None,) * 5, *dhidden
 
 
 def head(
-    weight_VD: Tensor, predictions: list[Prediction], num_chunks: int, cross_entropy: CrossEntropy, *, gradients: bool
+    weight_VD: Tensor,
+    predictions: list[Prediction],
+    gemm: QuantizedGemm | None,
+    num_chunks: int,
+    cross_entropy: CrossEntropy,
+    *,
+    gradients: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """Summed cross-entropy of each prediction [n], and, if asked for, the gradients of the scaled sum of all with
     respect to the weight and to each prediction's hidden states."""
@@ -179,7 +191,7 @@ def head(
         for start in range(0, len(h_TD), rows):
             piece = slice(start, start + rows)
             into = None if dweight_VD is None else (dhidden[i][piece], dweight_VD)
-            sums[i] += head_of_piece(weight_VD, h_TD[piece], labels_T[piece], scale, cross_entropy, into)
+            sums[i] += head_of_piece(weight_VD, h_TD[piece], labels_T[piece], scale, gemm, cross_entropy, into)
     if dweight_VD is None:
         return sums, []
     return sums, [dweight_VD.to(weight_VD.dtype), *dhidden]
@@ -190,20 +202,25 @@ def head_of_piece(
     h_TD: Tensor,
     labels_T: Tensor,
     scale: Tensor,
+    gemm: QuantizedGemm | None,
     cross_entropy: CrossEntropy,
     into: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Summed cross-entropy of one piece; gradients go `into` (that of h, that of W so far, in fp32). A function of its
     own, so that nothing of the logits' size is left when the next piece begins."""
-    logits_TV = F.linear(h_TD, weight_VD)
+    logits_TV = F.linear(h_TD, weight_VD) if gemm is None else gemm.forward(h_TD, weight_VD)
     if into is None:
         return cross_entropy(logits_TV[None], labels_T[None])
     with torch.enable_grad():
         loss = cross_entropy(logits_TV.requires_grad_()[None], labels_T[None])
     (dlogits_TV,) = torch.autograd.grad(loss, logits_TV, scale)
     dh_TD, dweight_VD = into
-    torch.mm(dlogits_TV, weight_VD, out=dh_TD)
-    add_product_(dweight_VD, dlogits_TV.T, h_TD)
+    if gemm is None:
+        torch.mm(dlogits_TV, weight_VD, out=dh_TD)
+        add_product_(dweight_VD, dlogits_TV.T, h_TD)
+    else:
+        dh_TD.copy_(gemm.dgrad(dlogits_TV, weight_VD))
+        dweight_VD += gemm.wgrad(dlogits_TV, h_TD)
     return loss.detach()
 
 

@@ -27,12 +27,15 @@ from titan_moe.config import Config
 from titan_moe.config_check import NEEDS_GPU, model_flavor
 from titan_moe.mesh_check import data_parallel_degree
 from titan_moe.pipeline_layout import default_stages
+from titan_moe.precision.layers import quantizes
 
 DEGREES = ("pipeline_parallel", "context_parallel", "tensor_parallel", "data_parallel_replicate")
 """Which degree gets its processes first"""
 SIZES = {"vocab_size": 288, "dim": 64, "n_heads": 4, "moe_hidden_dim": 32, "v_head_dim": 16}
 MLA_SIZES = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "dense_hidden_dim": 96}
 GQA_SIZES = {"num_kv_heads": 2, "qk_rope_head_dim": 16}
+QUANTIZED_SIZES = {"moe_hidden_dim": 64, "v_head_dim": 32, "qk_rope_head_dim": 32}
+"""Where a recipe quantizes: its blocks tile these, also cut in two"""
 LEAST_EXPERTS = 8
 SHORT: dict[str, Any] = {
     "training.seq_len": 64,
@@ -64,6 +67,8 @@ def scale_down(config: Config, world_size: int, keep: Collection[str] = ()) -> t
                 changed.append(key)
 
     put(SHORT | _steps(config))
+    if not quantizes(config):  # then it says no more than the type, which is that above
+        put({"precision.recipe": None})
     put(_degrees(config, world_size))
     put(_model(config, twin))
     put(_experts(twin, world_size))
@@ -103,6 +108,8 @@ def _model(config: Config, twin: Config) -> dict[str, Any]:
     dense, groups = min(f.n_dense_layers, 1), f.num_expert_groups
     per_group = max(LEAST_EXPERTS / groups, 2 * f.top_k / f.num_limited_groups)
     sizes = SIZES | (MLA_SIZES if f.attention == "mla" else GQA_SIZES)
+    if quantizes(config):
+        sizes |= QUANTIZED_SIZES | ({"dense_hidden_dim": 128} if f.attention == "mla" else {})
     sizes |= {
         "n_layers": min(f.n_layers, max(dense + 2, _stages(twin))),
         "n_dense_layers": dense,

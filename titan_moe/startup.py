@@ -23,6 +23,8 @@ from titan_moe.moe.balance import balanced_random_ids
 from titan_moe.moe.choices import choose_dispatcher, choose_experts, experts_sync_problem, slab_alignment
 from titan_moe.moe.layout import destinations, static_rows
 from titan_moe.pipeline_layout import pipeline_layout
+from titan_moe.precision.layers import chosen
+from titan_moe.precision.report import precision_report
 from titan_moe.recompute_facts import saved_bytes
 from titan_moe.sources.record import Listing
 
@@ -75,7 +77,7 @@ def report(
         )
     if parallel_dims.pp_enabled:
         logger.info(pipeline_layout(config, model_flavor(config)).report())
-    for line in [*moe_report(config, parallel_dims), recompute_report(config)]:
+    for line in [*moe_report(config, parallel_dims), *precision_report(config), recompute_report(config)]:
         logger.info(line)
     logger.info(
         f"Tokens per step: {batch} sequences x {t.seq_len} tokens x {dp_degree} data-parallel ranks x "
@@ -98,7 +100,10 @@ def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
     rows, load = tokens * flavor.top_k, " at an even load"
     if ep > 1 and m.recv_buffer != "exact":
         factor = None if isinstance(m.recv_buffer, str) else m.recv_buffer
-        rows, load = static_rows(factor, tokens, flavor.top_k, local_experts, slab_alignment(experts), ep), ""
+        low_precision = chosen(config, flavor)
+        recipe = low_precision.recipe.name if low_precision is not None and low_precision.experts else None
+        alignment = slab_alignment(experts, recipe)
+        rows, load = static_rows(factor, tokens, flavor.top_k, local_experts, alignment, ep), ""
         lines.append(
             f"MoE: a rank has room for {rows:,} rows per layer and microbatch, {rows / (tokens * flavor.top_k):.2f} "
             f"times the mean, whatever arrives (moe.recv_buffer = {literal(m.recv_buffer)})"

@@ -38,13 +38,13 @@ from titan_moe.rebuild import has_anyway
 
 
 class DenseGemm:
-    """y = x w^T of one weight [O, I], in high precision."""
+    """y = x w^T of one weight, which has no E: [O, I]. In high precision."""
 
-    def forward(self, x_RI: Tensor, w_OI: Tensor) -> Tensor:
-        return x_RI @ w_OI.t()
+    def forward(self, x_RI: Tensor, w_EOI: Tensor) -> Tensor:
+        return x_RI @ w_EOI.t()
 
-    def dgrad(self, grad_RO: Tensor, w_OI: Tensor) -> Tensor:
-        return grad_RO @ w_OI
+    def dgrad(self, grad_RO: Tensor, w_EOI: Tensor) -> Tensor:
+        return grad_RO @ w_EOI
 
     def wgrad(self, grad_RO: Tensor, x_RI: Tensor) -> Tensor:
         return grad_RO.t() @ x_RI
@@ -61,10 +61,20 @@ class QuantizedGemm:
         recipe: of the formats.
         name: of the layer, for the noise of stochastic rounding.
         groups: which slab a row is in, of a grouped GEMM; slabs are multiples of the recipe's alignment. None: dense.
+        keeps_input: keep x for `wgrad` as it is, because somebody else does so anyway.
     """
 
-    def __init__(self, gemm: GroupedGemm, recipe: Recipe, name: str, groups: Groups | None = None) -> None:
+    def __init__(
+        self,
+        gemm: GroupedGemm,
+        recipe: Recipe,
+        name: str,
+        groups: Groups | None = None,
+        *,
+        keeps_input: bool = False,
+    ) -> None:
         self.gemm, self.recipe, self.name, self.groups = gemm, recipe, name, groups
+        self.keeps_input = keeps_input
 
     def forward(self, x_RI: Tensor, w_EOI: Tensor) -> Tensor:
         x = once(x_RI, (self.recipe.forward_x, -1), partial(self._rows, x_RI, self.recipe.forward_x, -1, "forward"))
@@ -90,8 +100,8 @@ class QuantizedGemm:
         return self.gemm.blocks(width)
 
     def keep(self, x_RI: Tensor) -> tuple[Callable[..., Any] | None, tuple[Tensor, ...]]:
-        """What makes the argument of `wgrad`, and what of: of x itself, if activation checkpointing has it anyway."""
-        if has_anyway(x_RI):
+        """What makes the argument of `wgrad`, and what of: of x itself, if that is there in backward anyway."""
+        if self.keeps_input or has_anyway(x_RI):
             return None, (x_RI,)
         fmt = self.recipe.wgrad_x
         stored: Quantized = once(x_RI, ("stored", fmt), partial(self._stored, x_RI, fmt))

@@ -32,6 +32,8 @@ class Linear(NamedTuple):
     """One kind of linear layer, y = x w^T."""
 
     name: str
+    takes: str
+    """What its input x is made by; those that take the same take one tensor"""
     inputs: int
     outputs: int
     cut: Literal["inputs", "outputs"] | None
@@ -40,32 +42,32 @@ class Linear(NamedTuple):
 
 def linears(f: Flavor) -> dict[str, Linear]:
     """Those of a model, by name."""
-    qk = f.qk_nope_head_dim + f.qk_rope_head_dim
+    qk, hidden = f.qk_nope_head_dim + f.qk_rope_head_dim, f.num_shared_experts * f.moe_hidden_dim
+    norm, qkv = "attention_norm", f.n_heads * qk
     if f.attention == "gqa":
         found = [
-            Linear("attention.wq", f.dim, f.n_heads * qk, "outputs"),
-            Linear("attention.wkv", f.dim, f.num_kv_heads * qk, "outputs"),
+            Linear("attention.wq", norm, f.dim, qkv, "outputs"),
+            Linear("attention.wkv", norm, f.dim, f.num_kv_heads * qk, "outputs"),
         ]
     else:
+        keys_and_values = f.n_heads * (f.qk_nope_head_dim + f.v_head_dim)
         found = [
-            Linear("attention.wkv_a", f.dim, f.kv_lora_rank + f.qk_rope_head_dim, None),
-            Linear("attention.wkv_b", f.kv_lora_rank, f.n_heads * (f.qk_nope_head_dim + f.v_head_dim), "outputs"),
+            Linear("attention.wkv_a", norm, f.dim, f.kv_lora_rank + f.qk_rope_head_dim, None),
+            Linear("attention.wkv_b", "kv_norm", f.kv_lora_rank, keys_and_values, "outputs"),
         ]
         if f.q_lora_rank:
-            found.append(Linear("attention.wq_a", f.dim, f.q_lora_rank, None))
-            found.append(Linear("attention.wq_b", f.q_lora_rank, f.n_heads * qk, "outputs"))
+            found.append(Linear("attention.wq_a", norm, f.dim, f.q_lora_rank, None))
+            found.append(Linear("attention.wq_b", "q_norm", f.q_lora_rank, qkv, "outputs"))
         else:
-            found.append(Linear("attention.wq", f.dim, f.n_heads * qk, "outputs"))
-    found.append(Linear("attention.wo", f.n_heads * f.v_head_dim, f.dim, "inputs"))
-    hidden = {"feed_forward": f.dense_hidden_dim if f.n_dense_layers else 0}
-    hidden["shared_experts"] = f.num_shared_experts * f.moe_hidden_dim
-    for group, width in hidden.items():
+            found.append(Linear("attention.wq", norm, f.dim, qkv, "outputs"))
+    found.append(Linear("attention.wo", "kernel", f.n_heads * f.v_head_dim, f.dim, "inputs"))
+    for group, width in {"feed_forward": f.dense_hidden_dim * (f.n_dense_layers > 0), "shared_experts": hidden}.items():
         if width:
-            found += [Linear(f"{group}.{name}", f.dim, width, "outputs") for name in ("w1", "w3")]
-            found.append(Linear(f"{group}.w2", width, f.dim, "inputs"))
+            found += [Linear(f"{group}.{name}", "ffn_norm", f.dim, width, "outputs") for name in ("w1", "w3")]
+            found.append(Linear(f"{group}.w2", "swiglu", width, f.dim, "inputs"))
     if f.num_mtp_layers:
-        found.append(Linear("eh_proj", 2 * f.dim, f.dim, None))
-    found.append(Linear("lm_head", f.dim, f.vocab_size, None))
+        found.append(Linear("eh_proj", "cat", 2 * f.dim, f.dim, None))
+    found.append(Linear("lm_head", "norm", f.dim, f.vocab_size, None))
     return {linear.name: linear for linear in found}
 
 
@@ -119,6 +121,9 @@ class Chosen:
     linears: frozenset[str]
     experts: bool
     kept: frozenset[int]
+    """Layers in high precision"""
+    kept_inputs: frozenset[str]
+    """Linear layers whose input is kept for backward as it is, by others too"""
 
     def holds_for(self, layer: int) -> bool:
         return layer not in self.kept
@@ -135,4 +140,14 @@ def chosen(config: Config, flavor: Flavor) -> Chosen | None:
         return None
     found, _ = named(p.linears, linears(flavor))
     kept = kept_layers(p.keep_high_precision_layers, flavor.n_layers, flavor.num_mtp_layers)
-    return Chosen(recipe=RECIPES[p.recipe], linears=frozenset(found), experts=p.experts, kept=kept)
+    # Attention kernels keep what they return. On one expert-parallel rank the routed experts keep the layer's tokens.
+    degrees = config.parallelism
+    tokens_kept = degrees.expert_parallel_degree == degrees.tensor_parallel_degree == 1
+    inputs = {"attention.wo", *(("shared_experts.w1", "shared_experts.w3") if tokens_kept else ())}
+    return Chosen(
+        recipe=RECIPES[p.recipe],
+        linears=frozenset(found),
+        experts=p.experts,
+        kept=kept,
+        kept_inputs=frozenset(inputs),
+    )

@@ -31,11 +31,13 @@ class QuantizedLinear(Linear):
         recipe: str
         name: str
         """Of the layer in the model, for the noise of stochastic rounding"""
+        keeps_input: bool = False
 
     def __init__(self, config: Config):
         super().__init__(config)
-        assert self.bias is None
-        self.gemm = QuantizedGemm(DenseGemm(), RECIPES[config.recipe], config.name)
+        assert not config.bias
+        recipe = RECIPES[config.recipe]
+        self.gemm = QuantizedGemm(DenseGemm(), recipe, config.name, keeps_input=config.keeps_input)
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
@@ -47,10 +49,14 @@ class QuantizedLinear(Linear):
 def quantize_linears(layer: TransformerBlock.Config, path: str, chosen: Chosen) -> None:
     """Put quantized nodes in the config of the layer at `path` in the model, in place of those that are chosen."""
     for fqn, config, parent, attribute in list(layer.traverse(Linear.Config)):
-        if name_of(fqn) in chosen.linears:
+        if (name := name_of(fqn)) in chosen.linears:
             assert isinstance(config, Linear.Config) and parent is not None and isinstance(attribute, str)
-            node = derive(config, QuantizedLinear.Config, recipe=chosen.recipe.name, name=f"{path}.{fqn}")
-            setattr(parent, attribute, node)
+            settings = {
+                "recipe": chosen.recipe.name,
+                "name": f"{path}.{fqn}",
+                "keeps_input": name in chosen.kept_inputs,
+            }
+            setattr(parent, attribute, derive(config, QuantizedLinear.Config, **settings))
 
 
 def name_of(fqn: str) -> str:
