@@ -20,6 +20,7 @@ from titan_moe import (
     precision_check,
     recompute_facts,
     te_ep_check,
+    te_precision_check,
     te_router_check,
     titan_dispatchers_check,
 )
@@ -97,6 +98,7 @@ NEEDS_GPU: dict[str, tuple[str, tuple[str, ...]]] = {
     "moe.dispatcher": ("auto", ("te_ep", "deepep", "hybridep")),
     "moe.experts": ("auto", ("te", "te_fused")),
     "moe.router": ("torch", ("te",)),
+    "precision.backend": ("auto", ("te",)),
 }
 """Values that only a GPU can do, behind the one to choose elsewhere"""
 
@@ -120,6 +122,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += te_router_check.check(config, flavor)
     found += te_ep_check.check(config, flavor, unsound)
     found += precision_check.check(config, flavor, unsound)
+    found += te_precision_check.check(config)
     found += _recompute(config, flavor)
     found += _lengths(config, flavor.max_seq_len)
     if config.comm.mode == "fake_backend":  # a dry run checks what it stands for

@@ -44,7 +44,7 @@ ON_HOPPER = ("fp8_current", "fp8_block")
 CASES = [(m, r) for m in MACHINES for r in RECIPES if r in ON_HOPPER or m.startswith("Blackwell")]
 D, F, COUNTS = 128, 256, [128, 0, 256]
 TOLERANCE = 4e-3  # of one GEMM: its result is rounded to bf16
-NEIGHBOURS = {"fp8_current": 3e-2, "fp8_block": 1.5e-2, "mxfp8": 1.5e-2, "nvfp4": 8e-2}  # of three in a row
+NEIGHBOURS = {"fp8_current": 5e-2, "fp8_block": 1.5e-2, "mxfp8": 1.5e-2, "nvfp4": 8e-2}  # of three in a row
 
 
 @pytest.fixture
@@ -182,7 +182,17 @@ def test_a_linear_layer(machine, name, rows):
 # What is kept, and when the host waits
 
 
-@cases
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """What is there before the test is not looked at."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(("machine", "name"), [c for c in CASES if c[0].startswith("Blackwell")], indirect=["machine"])
 def test_only_the_copy_of_x_by_columns_is_kept_for_backward(machine, name):
     """Of weights nothing quantized lives on, and of x not even its bf16 self, unless its rows can be gathered again:
     then neither."""
@@ -234,7 +244,7 @@ def test_device_splits_never_ask_the_host(machine, name):
         ({"capability": (12, 0)}, "mxfp8", (128, 256, 8), ["has 12.0", "nvfp4"]),
         ({"capability": None}, "mxfp8", (128, 256, 8), ["needs a CUDA device"]),
         ({"version": None}, "mxfp8", (128, 256, 8), ["not installed"]),
-        ({}, "fp8_block", (160, 256, 8), ["multiples of 128", "160 = 1 x 128 + 32"]),
+        ({}, "fp8_block", (72, 256, 8), ["multiples of 16", "72 = 4 x 16 + 8"]),
         ({}, "nvfp4", (144, 256, 8), ["multiples of 32", "144 = 4 x 32 + 16"]),
         ({}, "mxfp8", (128, 256, 65), ["64 matrices in one call", "65 experts"]),
     ],
@@ -244,7 +254,7 @@ def test_refused_with_what_the_hardware_has(monkeypatch, changes, recipe, sizes,
     monkeypatch.setattr(te, "facts", lambda: replace(te_doubles.FACTS, **changes))
     for key, name, by in (('moe.experts = "te"', "te", "auto"), ('precision.backend = "te"', "auto", "te")):
         with pytest.raises(ValueError, match=key) as error:
-            choose_experts(name, "cpu", torch.bfloat16, *sizes, recipe=recipe, quantizer=by)
+            choose_experts(name, "cpu", torch.bfloat16, *sizes, recipe, by)
         assert all(part in str(error.value) for part in said), error.value
     backend, why = choose_experts("auto", "cpu", torch.bfloat16, *sizes, recipe=recipe)
     assert backend == "grouped_mm" and "emulated" in why and said[0] in why
@@ -258,7 +268,7 @@ def test_chosen_where_the_hardware_has_it(monkeypatch):
     assert backend == "te" and "the host reads the slab sizes, because cuBLASLt's grouped GEMM of fp8_block runs" in why
     assert choose_experts("auto", "cpu", torch.bfloat16, 128, 256, 8, "mxfp8", "emulated")[0] == "grouped_mm"
     assert choose_quantizer("auto", "mxfp8", torch.bfloat16, [128, 96]) == ("te", "Transformer Engine has it here")
-    assert "64 = 0 x 128 + 64" in choose_quantizer("auto", "fp8_block", torch.bfloat16, [64])[1]
+    assert "40 = 1 x 32 + 8" in choose_quantizer("auto", "mxfp8", torch.bfloat16, [64, 40])[1]
     with pytest.raises(ValueError, match="from bfloat16 here, not from torch.float32"):
         choose_quantizer("te", "mxfp8", torch.float32, [128])
 

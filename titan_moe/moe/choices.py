@@ -6,7 +6,7 @@ from titan_moe.runtime import DEVICE_TYPE
 
 import torch
 
-from titan_moe.moe import te, te_experts, te_fused, te_quantize  # noqa: F401 - te_quantize adds a backend
+from titan_moe.moe import te, te_experts, te_fused, te_quantize
 from titan_moe.moe.experts import grouped_mm_problem
 from titan_moe.precision import support
 from titan_moe.precision.recipes import RECIPES
@@ -19,7 +19,9 @@ def slab_alignment(experts: str, recipe: str | None = None) -> int:
     """Slab sizes are multiples of it, for an experts backend as `choose_experts` gave it and a recipe that quantizes
     its GEMMs. All of these are powers of two."""
     backend = te_fused.ALIGNMENT if experts == "te_fused" else ALIGNMENT
-    return max(backend, RECIPES[recipe].alignment) if recipe else backend
+    if recipe is None:
+        return backend
+    return max(backend, RECIPES[recipe].alignment, te_quantize.ALIGNMENT if experts == "te" else 1)
 
 
 def choose_dispatcher(name: str, ranks: int) -> tuple[str, str]:

@@ -74,8 +74,9 @@ class FusedExperts(GroupedExperts):
         local_experts, dim, hidden = w2_EDF.shape
         device, dtype = x_RD.device.type, x_RD.dtype
         backend, _ = choose_experts(self.backend, device, dtype, dim, hidden, local_experts, self.recipe)
-        run = EXPERTS[backend]
-        if self.recipe is not None:
+        if self.recipe is None:
+            run = EXPERTS[backend]
+        else:
             run = partial(quantized_experts.EXPERTS[backend], recipe=RECIPES[self.recipe], name=self.name)
         return run(x_RD, counts_E, weight_R, w13_EF2D, w2_EDF, late=self.late, source=source)
 

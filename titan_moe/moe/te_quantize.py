@@ -14,10 +14,10 @@ which gathers the weight again, quantizes it again. Of x the copy by columns is 
 (half of the bytes, or a quarter): forward makes both copies in one pass if `keeps` says so, and `keep` hands the one
 out. Where rows can be gathered again (experts.py, `Source`), nothing is kept.
 
-Both of TE's grouped GEMMs (te_experts.py) take quantized operands. With host splits the operands are lists, and the GEMM
-brings scales into the order of the tensor cores. With device splits a group is quantized as one tensor, whose scales
-are in that order already: for MXFP8 and NVFP4 nothing would sort them later. Weights are one group too, but for NVFP4,
-for which TE has no kernel that quantizes a group in square blocks: those are a list, one kernel each.
+Both of TE's grouped GEMMs (te_experts.py) take quantized operands. With host splits the operands are lists, and the
+GEMM brings scales into the order of the tensor cores. With device splits a group is quantized as one tensor, whose
+scales are in that order already: for MXFP8 and NVFP4 nothing would sort them later. Weights are one group too, but for
+NVFP4, for which TE has no kernel that quantizes a group in square blocks: those are a list, one kernel each.
 
 Shape letters: as in experts.py.
 """
@@ -33,6 +33,8 @@ from titan_moe.moe import quantized_experts
 from titan_moe.moe.experts import Source, by_gemm
 from titan_moe.moe.te_experts import DeviceSplits, HostSplits, fits_device_splits, te_grouped
 from titan_moe.precision.recipes import Recipe
+
+ALIGNMENT = 128  # of slabs: scales of a group lie in tiles for 128 rows
 
 
 def te_quantized(

@@ -23,6 +23,7 @@ from titan_moe.moe.experts import linear
 from titan_moe.precision.gemm import DenseGemm, QuantizedGemm
 from titan_moe.precision.layers import Chosen
 from titan_moe.precision.recipes import RECIPES
+from titan_moe.precision.te_linear import TEGemm
 
 
 class QuantizedLinear(Linear):
@@ -32,12 +33,17 @@ class QuantizedLinear(Linear):
         name: str
         """Of the layer in the model, for the noise of stochastic rounding"""
         keeps_input: bool = False
+        backend: str = "emulated"
+        """Or "te", for Transformer Engine's quantizers and GEMM"""
 
     def __init__(self, config: Config):
         super().__init__(config)
         assert not config.bias
         recipe = RECIPES[config.recipe]
-        self.gemm = QuantizedGemm(DenseGemm(), recipe, config.name, keeps_input=config.keeps_input)
+        if config.backend == "te":
+            self.gemm = TEGemm(recipe, keeps_input=config.keeps_input)
+        else:
+            self.gemm = QuantizedGemm(DenseGemm(), recipe, config.name, keeps_input=config.keeps_input)
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
@@ -46,7 +52,7 @@ class QuantizedLinear(Linear):
         return out_TO.unflatten(0, input.shape[:-1])
 
 
-def quantize_linears(layer: TransformerBlock.Config, path: str, chosen: Chosen) -> None:
+def quantize_linears(layer: TransformerBlock.Config, path: str, chosen: Chosen, backend: str) -> None:
     """Put quantized nodes in the config of the layer at `path` in the model, in place of those that are chosen."""
     for fqn, config, parent, attribute in list(layer.traverse(Linear.Config)):
         if (name := name_of(fqn)) in chosen.linears:
@@ -55,6 +61,7 @@ def quantize_linears(layer: TransformerBlock.Config, path: str, chosen: Chosen) 
                 "recipe": chosen.recipe.name,
                 "name": f"{path}.{fqn}",
                 "keeps_input": name in chosen.kept_inputs,
+                "backend": backend,
             }
             setattr(parent, attribute, derive(config, QuantizedLinear.Config, **settings))
 

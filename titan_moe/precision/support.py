@@ -71,8 +71,8 @@ MULTIPLES: dict[Path, dict[str, int]] = {
     "linears": {recipe.name: recipe.multiple for recipe in RECIPES.values()} | {"nvfp4": 32},
     "device splits": {"bf16": 8, "fp8_current": 16, "fp8_block": 128, "mxfp8": 128, "nvfp4": 128},
 }
-"""Widths of matrices must be multiples of it: rows of 16 bytes, whole blocks, and, with the scales of all experts in one
-tensor, whole tiles of scales"""
+"""Widths of matrices must be multiples of it: rows of 16 bytes, whole blocks, and, with the scales of all experts in
+one tensor, whole tiles of scales"""
 
 CAPABILITY: dict[str, Capability] = {
     "ampere": (8, 0),
@@ -100,7 +100,7 @@ def has(path: Path, capability: Capability) -> list[str]:
 def te_problem(recipe: str, path: Path, capability: Capability | None) -> str | None:
     """Why TE cannot run `recipe` by `path` on this GPU (None: there is none), or None if it can."""
     if capability is None:
-        return "Transformer Engine needs a CUDA device"
+        return "Transformer Engine needs a GPU of NVIDIA"
     if find(recipe, path, capability):
         return None
     there = ", ".join(has(path, capability)) or "none"
@@ -122,8 +122,8 @@ def choose(backend: str, problem: str | None) -> tuple[str, str]:
     for and cannot."""
     if backend == "te" and problem is not None:
         raise ValueError(
-            f'precision.backend = "te": {problem}; choose another recipe, or "emulated", which rounds alike and saves no '
-            "time"
+            f'precision.backend = "te": {problem}; choose another recipe, or "emulated", which rounds alike and saves '
+            "no time"
         )
     if backend == "auto":
         return ("te", "Transformer Engine has it here") if problem is None else ("emulated", problem)

@@ -28,18 +28,18 @@ ROWS_OF_BLOCK = 128  # the same of fp8_block
 
 
 class TEGemm:
-    """y = x w^T of one weight [O, I], with bf16 results."""
+    """y = x w^T of one weight, which has no E: [O, I]. `keeps_input` as of precision/gemm.py's."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, *, keeps_input: bool = False) -> None:
+        self.recipe, self.keeps_input = recipe, keeps_input
         self.rows = ROWS_OF_BLOCK if recipe.forward_x.scale == "pow2" else ROWS
 
-    def forward(self, x_RI: Tensor, w_OI: Tensor) -> Tensor:
-        x, w = self._quantized("x", x_RI, rows=True), matrix(self.recipe, "w", w_OI, rows=True)
+    def forward(self, x_RI: Tensor, w_EOI: Tensor) -> Tensor:
+        x, w = self._quantized("x", x_RI, rows=True), matrix(self.recipe, "w", w_EOI, rows=True)
         return self._multiply(w, x, "TN", x_RI.dtype)[: len(x_RI)]
 
-    def dgrad(self, grad_RO: Tensor, w_OI: Tensor) -> Tensor:
-        grad, w = self._quantized("g", grad_RO, rows=True), matrix(self.recipe, "w", w_OI, columns=True)
+    def dgrad(self, grad_RO: Tensor, w_EOI: Tensor) -> Tensor:
+        grad, w = self._quantized("g", grad_RO, rows=True), matrix(self.recipe, "w", w_EOI, columns=True)
         return self._multiply(w, grad, "NN", grad_RO.dtype)[: len(grad_RO)]
 
     def wgrad(self, grad_RO: Tensor, x_RI: Tensor | Columns) -> Tensor:
@@ -51,7 +51,7 @@ class TEGemm:
 
     def keep(self, x_RI: Tensor) -> tuple[Callable[..., Columns] | None, list[Tensor]]:
         """As precision/gemm.py's."""
-        if has_anyway(x_RI):
+        if self.keeps_input or has_anyway(x_RI):
             return None, [x_RI]
         x = self._quantized("x", x_RI, columns=True)
         x.update_usage(rowwise_usage=False, columnwise_usage=True)

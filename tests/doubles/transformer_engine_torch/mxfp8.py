@@ -1,4 +1,4 @@
-"""Quantization to MXFP8 of packed matrices, for quantize.py.
+"""Quantization to MXFP8 of packed matrices, for quantization.py.
 
 Scales are tiled as tensor cores read them: scale [i, j] of a tile of 128 x 4 lies at [i % 32, i // 32, j]. Columnwise
 data stay where they were, and their scales are those of the transposed matrix.

@@ -1,6 +1,7 @@
 """What a quantizer to FP8 with one scale is told."""
 
 import torch
+
 from transformer_engine.pytorch.quantized_tensor import Quantizer
 
 
