@@ -149,6 +149,10 @@ class MoE:
     learn; "worst_case", as many as could, so that it never waits; or a factor of the mean, 1 or more, and then a step
     with more is repeated with a larger buffer"""
 
+    te_ep_payload: Literal["bf16", "mxfp8"] = "bf16"
+    """With "te_ep": type of the rows that are sent to experts, and of their gradients coming back to them; "mxfp8"
+    halves the bytes, on Blackwell. What experts return, and the gradient of what they were sent, is always bf16"""
+
     redispatch: bool = False
     """Under activation checkpointing, send tokens to their experts again in backward, instead of keeping what was
     received: less memory, more traffic"""

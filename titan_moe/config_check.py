@@ -98,6 +98,7 @@ NEEDS_GPU: dict[str, tuple[str, tuple[str, ...]]] = {
     "moe.dispatcher": ("auto", ("te_ep", "deepep", "hybridep")),
     "moe.experts": ("auto", ("te", "te_fused")),
     "moe.router": ("torch", ("te",)),
+    "moe.te_ep_payload": ("bf16", ("mxfp8",)),
     "precision.backend": ("auto", ("te",)),
 }
 """Values that only a GPU can do, behind the one to choose elsewhere"""

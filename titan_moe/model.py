@@ -98,6 +98,7 @@ def moe_settings(config: Config, recipe: str | None = None) -> dict[str, Any]:
         "max_tokens": region_tokens(config),
         "router": m.router,
         "in_flight": in_flight(config, world_size),
+        "te_ep_payload": m.te_ep_payload,
         "force_balance": m.force_balance,
         "sequence_loss_coeff": m.sequence_loss_coeff,
         "z_loss_coeff": m.z_loss_coeff,
