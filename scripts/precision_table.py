@@ -55,9 +55,9 @@ def table() -> str:
         [
             *lines,
             "",
-            "A version is that of cuBLASLt from which on experts do not make the host wait. With an older one, and where",
-            'it says "host", the host reads the slab sizes once per layer. Widths of matrices must be multiples of (in',
-            f"brackets: for experts whose host does not wait) {widths}.",
+            "A version is that of cuBLASLt from which on experts do not make the host wait. With an older one, and",
+            'where it says "host", the host reads the slab sizes once per layer. Widths of matrices must be multiples',
+            f"of (in brackets: for experts whose host does not wait) {widths}.",
         ]
     )
 

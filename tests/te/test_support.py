@@ -5,7 +5,8 @@ there. TE is not imported.
 """
 
 import ast
-from types import SimpleNamespace
+from functools import cache
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,21 +31,26 @@ KINDS = {
 }
 
 
-def own(name: str, capability: tuple[int, int], cublaslt: int) -> Any:
-    """TE's function, on a machine with these, and CUDA 13.0."""
+@cache
+def compiled(name: str) -> CodeType:
     node = te_sources().find(name)
     assert isinstance(node, ast.FunctionDef)
     node.returns, node.decorator_list = None, []
     for argument in node.args.args:
         argument.annotation = None
+    return compile(ast.Module([node], []), name, "exec")
+
+
+def own(name: str, capability: tuple[int, int], cublaslt: int) -> Any:
+    """TE's function, on a machine with these, and CUDA 13.0."""
     torch = SimpleNamespace(version=SimpleNamespace(cuda="13.0"), bfloat16="bfloat16", float16="float16")
     found: dict[str, Any] = {
         "get_device_compute_capability": lambda: capability,
         "tex": SimpleNamespace(get_cublasLt_version=lambda: cublaslt),
         "torch": torch,
     }
-    exec(compile(ast.Module([node], []), name, "exec"), found)
-    return found[node.name]
+    exec(compiled(name), found)
+    return found[name.rpartition(".")[2]]
 
 
 @pytest.mark.parametrize("recipe", SUPPORT)

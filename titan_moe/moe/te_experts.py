@@ -116,16 +116,8 @@ def how(found: te.Facts, dtype: torch.dtype, width: int, hidden: int, recipe: Re
     return splits if dtype.itemsize == 2 else f"{splits}; TE multiplies float32 with the 10 mantissa bits of TF32"
 
 
-def split_accumulator(recipe: Recipe | None, layout: str) -> bool:
-    """Whether partial sums of FP8 products move on into full fp32 registers, as TE's recipes have it: those of
-    gradients, and with scales per block all."""
-    return recipe is not None and (layout != "TN" or recipe.forward_x.scale == "pow2")
-
-
 class HostSplits:
     """A GEMM for each expert, launched by TE from lists of matrices."""
-
-    recipe: Recipe | None = None
 
     def __init__(self, counts_E: Tensor) -> None:
         self.counts: list[int] = counts_E.tolist()  # the host sync
@@ -150,6 +142,10 @@ class HostSplits:
         """Rows for SwiGLU: those of the slabs."""
         return [slice(0, self.rows)]
 
+    def precise(self, layout: str) -> bool:
+        """Whether partial sums of FP8 products move on into full fp32 registers."""
+        return False  # nothing here is FP8
+
     def _slabs(self, rows: Tensor) -> list[Tensor]:
         return list(rows.contiguous()[: self.rows].split(self.counts))
 
@@ -165,7 +161,7 @@ class HostSplits:
             layout=layout,
             m_splits=self.counts,
             grad=grad,
-            use_split_accumulator=split_accumulator(self.recipe, layout),
+            use_split_accumulator=self.precise(layout),
             single_output=layout != "NT",  # the slabs of y and of dx lie in one tensor
         )
 
@@ -176,8 +172,6 @@ def _matrices(stacked: Tensor) -> list[Tensor]:
 
 class DeviceSplits:
     """One GEMM for all experts, without a host sync. `widths` are all the row widths that it will meet."""
-
-    recipe: Recipe | None = None
 
     def __init__(self, counts_E: Tensor, widths: tuple[int, ...]) -> None:
         import transformer_engine_torch as tex
@@ -212,6 +206,10 @@ class DeviceSplits:
         """Rows for SwiGLU: all of them, because the host does not know where the last slab ends."""
         return [slice(None)]
 
+    def precise(self, layout: str) -> bool:
+        """As `HostSplits.precise`."""
+        return False
+
     def _slabs(self, rows: Tensor):
         """`rows` as E matrices of counts_E rows each."""
         return self._packed(rows, first_dims=self.counts_E, tensor_offsets=self.offsets[rows.shape[1]])
@@ -242,5 +240,4 @@ class DeviceSplits:
     def _multiply(self, a, b, out, layout: str) -> None:
         from transformer_engine.pytorch.cpp_extensions.gemm import general_grouped_gemm_for_grouped_tensor
 
-        precise = split_accumulator(self.recipe, layout)
-        general_grouped_gemm_for_grouped_tensor(a, b, out, layout=layout, use_split_accumulator=precise)
+        general_grouped_gemm_for_grouped_tensor(a, b, out, layout=layout, use_split_accumulator=self.precise(layout))

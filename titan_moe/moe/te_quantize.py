@@ -116,6 +116,12 @@ def matrix(recipe: Recipe, role: str, values: Tensor, *, rows: bool = False, col
     return tex.quantize(values.contiguous(), quantizer(recipe, role, rows=rows, columns=columns))
 
 
+def split_accumulator(recipe: Recipe, layout: str) -> bool:
+    """Whether partial sums of FP8 products move on into full fp32 registers, as TE's recipes have it: those of
+    gradients, and with scales per block all."""
+    return layout != "TN" or recipe.forward_x.scale == "pow2"
+
+
 class Kept:
     """Copies of x along its columns, as tensors that autograd may keep or move elsewhere until wgrad wants them."""
 
@@ -170,6 +176,9 @@ class _Quantized:
         if isinstance(x_RI, Columns):
             return x_RI
         return Columns(self.quantized("x", x_RI, columns=True), x_RI.shape[1])
+
+    def precise(self, layout: str) -> bool:
+        return split_accumulator(self.recipe, layout)
 
     def quantized(self, role: str, rows_RI: Tensor, *, rows: bool = False, columns: bool = False) -> list:
         raise NotImplementedError

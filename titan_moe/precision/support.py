@@ -14,7 +14,7 @@ is printed from it. It follows TE 2.20.2: `check_recipe_support` of pytorch/quan
 `is_module_grouped_tensor_path_supported` of pytorch/module/grouped_linear.py and pytorch/ep.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from titan_moe.precision.recipes import RECIPES
@@ -43,19 +43,17 @@ class Support:
     note: str = ""
 
 
+_MATRICES = [
+    Support("bf16", "linears", (8, 0)),
+    Support("fp8_current", "linears", (8, 9)),
+    Support("fp8_block", "linears", (9, 0), (10, 0)),
+    Support("fp8_block", "linears", (10, 0), note="as MXFP8"),
+    Support("mxfp8", "linears", (10, 0), (12, 0)),
+    Support("nvfp4", "linears", (10, 0)),
+]
 TABLE = [
-    *(
-        Support(recipe, path, *rest)
-        for path in ("linears", "host splits")
-        for recipe, *rest in (
-            ("bf16", (8, 0)),
-            ("fp8_current", (8, 9)),
-            ("fp8_block", (9, 0), (10, 0)),
-            ("fp8_block", (10, 0), None, 0, "as MXFP8"),
-            ("mxfp8", (10, 0), (12, 0)),
-            ("nvfp4", (10, 0)),
-        )
-    ),
+    *_MATRICES,
+    *(replace(row, path="host splits") for row in _MATRICES),
     Support("bf16", "device splits", (9, 0), (10, 0), 130400),
     Support("bf16", "device splits", (10, 0), (11, 1), 130300),
     Support("fp8_current", "device splits", (9, 0), (10, 0), 130500),

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.moe.te_experts import split_accumulator
-from titan_moe.moe.te_quantize import Columns, Kept, matrix
+from titan_moe.moe.te_quantize import Columns, Kept, matrix, split_accumulator
 from titan_moe.precision.recipes import Recipe
 from titan_moe.rebuild import has_anyway
 
