@@ -40,6 +40,7 @@ SEED_ONLY = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 # The schedule must not follow training.steps where runs of different lengths are compared.
 SCHEDULE_100 = "--lr_scheduler.total_steps=100"
 # Over doubles of Transformer Engine; in bf16, which NCCL EP is limited to and a CPU is slow in.
+MXFP8 = ["--precision.recipe=mxfp8", "--activation_checkpoint.mode=selective"]
 TE = [BF16, "--moe.dispatcher=te_ep", "--moe.experts=te", "--training.steps=3", SCHEDULE_100]
 
 
@@ -47,7 +48,7 @@ SLOW: dict[int, set[str]] = {
     1: set(),
     2: {
         *("fsdp2_no_bias", "fsdp2_ep2_no_bias", "fsdp2_ep2_compiled", "tp2_losses", "tp2_mtp2", "tp2_ep2"),
-        *("cp2_plain_order", "pp2_uneven", "pp2_losses", "pp2_zbv_losses"),
+        *("cp2_plain_order", "pp2_uneven", "pp2_losses", "pp2_zbv_losses", "te_mxfp8", "emulated_mxfp8"),
     },
     4: {
         *("fsdp4", "fsdp4_ep2_no_bias", "hsdp2x2", "fsdp2_cp2", "hsdp2_tp2", "hsdp2_cp2", "hsdp2_pp2", "pp2_tp2"),
@@ -149,6 +150,8 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, BF16],
         "te_ep": [EP2, *TE, SELECTIVE],
         "te_ep_static": [EP2, *TE, FULL, "--moe.recv_buffer=1.0"],
+        "te_mxfp8": [EP2, *TE, *MXFP8, "--precision.backend=te"],
+        "emulated_mxfp8": [EP2, BF16, *MXFP8, "--training.steps=3", SCHEDULE_100],
     }
     few_labels = Case([EP2], few_labels=True)
     overflow = Case([EP2, MTP1, FULL, "--moe.recv_buffer=1.4"], overflow=True)
