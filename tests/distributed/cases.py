@@ -40,7 +40,7 @@ SEED_ONLY = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 # The schedule must not follow training.steps where runs of different lengths are compared.
 SCHEDULE_100 = "--lr_scheduler.total_steps=100"
 # Over doubles of Transformer Engine; in bf16, which NCCL EP is limited to and a CPU is slow in.
-MXFP8 = ["--precision.recipe=mxfp8", "--activation_checkpoint.mode=selective"]
+MXFP8 = ["--precision.recipe=mxfp8", "--model.moe_hidden_dim=64", SELECTIVE]
 TE = [BF16, "--moe.dispatcher=te_ep", "--moe.experts=te", "--training.steps=3", SCHEDULE_100]
 
 
