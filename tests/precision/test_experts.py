@@ -175,15 +175,17 @@ def test_gradients_are_those_through_quantized_operands(name):
 
 
 def check_gemms(recipe: Recipe) -> None:
-    """Forward, dgrad and wgrad against operands that are quantized here. Rows and columns span 36 octaves, more than an
-    element does: a block along the wrong axis loses the small ones. Sums stay balanced, and most of the result's rows
-    and columns must be right, each by its own size."""
+    """Forward, dgrad and wgrad against operands that are quantized here. Rows and columns span more octaves than an
+    element does, and in nvfp4 fewer than a block's scale: a block along the wrong axis loses the small ones. Sums stay
+    balanced, and most of the result's rows and columns must be right, each by its own size."""
     generator = torch.Generator().manual_seed(5)
 
     def randn(rows: Tensor, columns: Tensor) -> Tensor:
         return torch.randn(len(rows), len(columns), generator=generator) * rows.exp2()[:, None] * columns.exp2()
 
-    r, i, o = (torch.randint(-18, 19, (width,), generator=generator).float() for width in (256, 128, 128))
+    octaves = 4 if recipe.forward_x.two_level else 18
+    sizes = (256, 128, 128)
+    r, i, o = (torch.randint(-octaves, octaves + 1, (size,), generator=generator).float() for size in sizes)
     x_RI, w_OI, grad_RO = randn(-r, i), randn(-o, -i), randn(r, o)
     gemm = QuantizedGemm(DenseGemm(), recipe, "")
     results = {
