@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import titan_moe.runtime as runtime
 
@@ -21,18 +22,19 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.deepseek_v3 import MTPDecoder
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 
-from titan_moe import config_file, parallel, run_folder, startup
+from titan_moe import config_file, parallel, random_state, run_folder, startup
 from titan_moe.checkpoint import Progress, build_checkpointer
 from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.config import Config
+from titan_moe.corruption import CorruptionCheck
 from titan_moe.data import PackedDataLoader, build_dataloaders
+from titan_moe.guards import Guard
 from titan_moe.inputs import Batch, Inputs, model_inputs, to_device
 from titan_moe.loss import Loss, build_loss
 from titan_moe.mesh_check import microbatches_per_step
@@ -61,8 +63,9 @@ class Run:
     pipeline: Pipeline | None
     loss_fn: Loss
     replay: Replay
+    corruption: CorruptionCheck
     optimizers: Optimizers
-    lr_schedulers: LRSchedulersContainer
+    guard: Guard
     dataloader: PackedDataLoader
     validation_dataloader: PackedDataLoader | None
     checkpointer: CheckpointManager
@@ -117,6 +120,7 @@ def build(config: Config) -> Run:
 
     # 8) checkpoint: resumes, or starts from other weights, or does nothing
     progress = Progress()
+    guard = Guard(config, model_parts, lr_schedulers, progress, parallel_dims.tp, device)
     checkpointer = build_checkpointer(
         config,
         folder,
@@ -124,7 +128,7 @@ def build(config: Config) -> Run:
         optimizers=optimizers,
         lr_schedulers=lr_schedulers,
         dataloader=dataloader,
-        states={"progress": progress},
+        states={"progress": progress, "guard": guard},
     )
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     load_step = -1 if restarted else config.checkpoint.load_step  # a restart goes on where the first start had come to
@@ -147,8 +151,9 @@ def build(config: Config) -> Run:
         pipeline=pipeline,
         loss_fn=loss_fn,
         replay=Replay(config.moe.recv_buffer, model_parts, device),
+        corruption=CorruptionCheck(config, model_parts, device),
         optimizers=optimizers,
-        lr_schedulers=lr_schedulers,
+        guard=guard,
         dataloader=dataloader,
         validation_dataloader=validation_dataloader,
         checkpointer=checkpointer,
@@ -166,6 +171,7 @@ def train(run: Run) -> None:
     config, progress, steps = run.config, run.progress, run.config.training.steps
     if config.checkpoint.create_seed_checkpoint:
         run.checkpointer.save(0)
+        run.checkpointer.maybe_wait_for_saving()
         return
     if progress.step >= steps:
         logger.info(f"Step {progress.step} of {steps} is done: nothing to train. Raise training.steps to go on.")
@@ -178,10 +184,11 @@ def train(run: Run) -> None:
         progress.step += 1
         step, last = progress.step, progress.step == steps
         gc.run(step)
+        random_state.seed_step(config.debug.seed, step)
 
         validates = run.validation_dataloader is not None and (last or step % config.validation.freq == 0)
         saves = config.checkpoint.enable and step % config.checkpoint.interval == 0
-        # Logging reads the loss, and stops the run if that is not finite: before such a step could be saved.
+        # Logging reads the guard's verdict, and may stop the run for it: before such a step could be saved.
         logs = validates or saves or last or step == first_step or step % config.metrics.log_freq == 0
 
         train_step(run, batches, validates=validates, logs=logs)
@@ -196,7 +203,6 @@ def train(run: Run) -> None:
 
 def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: bool) -> None:
     config, parallel_dims, metrics = run.config, run.parallel_dims, run.metrics
-    lr = run.optimizers.optimizers[0].param_groups[0]["lr"]
     noise.begin_step(run.progress.step)
 
     # Data of the whole step, so that every microbatch's loss is divided by the same number of tokens.
@@ -207,11 +213,14 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
     batch_mesh = parallel_dims.get_optional_mesh("batch")
     global_valid = dist_utils.dist_sum_tensor(local_valid, batch_mesh)
 
+    # Once in a while, if asked to: does this machine compute the same twice?
+    compute = partial(forward_backward, run, valid_tokens=global_valid)
+    run.corruption.check(run.progress.step, compute, microbatches)
+
     # Forward and backward, again if a layer had too little room for its tokens. The parts of this rank's share of the
     # global mean: the loss, and that of MTP.
-    parts = run.replay.until_it_fits(
-        lambda: forward_backward(run, microbatches, global_valid), f"step {run.progress.step}", run.optimizers.zero_grad
-    )
+    with run.guard.watching():
+        parts = run.replay.until_it_fits(partial(compute, microbatches), f"step {run.progress.step}", run.guard.discard)
 
     # Optimizer, after clipping by the norm over all parameters, each counted once on every mesh.
     grad_norm = dist_utils.clip_grad_norm_(
@@ -222,14 +231,16 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
         ep_enabled=parallel_dims.ep_enabled,
     )
     run.checkpointer.maybe_wait_for_staging()
-    run.optimizers.step()
-    run.lr_schedulers.step()
+    skip = run.guard.judge(parts["loss"], grad_norm)  # on the device; the host hears of it in the next step
+    lr = run.optimizers.optimizers[0].param_groups[0]["lr"]
+    run.optimizers.step(skip=skip)
     run.optimizers.zero_grad()
     metrics.count(local_tokens / parallel_dims.non_data_parallel_size)  # its share of the tokens that it helps with
     run.progress.tokens_seen += local_tokens * (1 if batch_mesh is None else batch_mesh.size())
 
     # Once in a while: tell (all ranks participate; rank 0 writes).
     if logs:
+        run.guard.settle()
         parts = {name: parallel.sum_of_sequence(parallel_dims, part) for name, part in parts.items()}
         max_loss = dist_utils.dist_max(parts["loss"] * global_valid / local_valid.clamp(min=1), batch_mesh)
         means = {name: dist_utils.dist_sum(part, batch_mesh) for name, part in parts.items()}
@@ -243,6 +254,7 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
             **means,
             **run.optimizers.balancer.statistics(),
             **run.dataloader.statistics(batch_mesh, run.device),
+            skipped_steps=run.guard.skipped,
             tokens_seen=run.progress.tokens_seen,
             validation_loss=validation_loss,
         )
@@ -285,15 +297,15 @@ def validate(run: Run) -> float:
     """Mean loss per token over the held-out documents: the same samples each time, on every mesh."""
     for part in run.model_parts:
         part.eval()  # the router counts its load in training mode only
-    loss_sum, valid = run.replay.until_it_fits(lambda: held_out_loss(run), "validation")
+    sums = run.replay.until_it_fits(partial(held_out_loss, run), "validation")
     for part in run.model_parts:
         part.train()
     batch_mesh = run.parallel_dims.get_optional_mesh("batch")
-    loss_sum = parallel.sum_of_sequence(run.parallel_dims, loss_sum)
-    return dist_utils.dist_sum(loss_sum, batch_mesh) / dist_utils.dist_sum(valid, batch_mesh)
+    loss_sum = parallel.sum_of_sequence(run.parallel_dims, sums["loss"])
+    return dist_utils.dist_sum(loss_sum, batch_mesh) / dist_utils.dist_sum(sums["labels"], batch_mesh)
 
 
-def held_out_loss(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+def held_out_loss(run: Run) -> dict[str, torch.Tensor]:
     """This rank's share of the cross-entropy of all held-out batches, summed, and how many labels it is of."""
     assert run.validation_dataloader is not None
     batches = iter(run.validation_dataloader)
@@ -307,7 +319,7 @@ def held_out_loss(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
                 loss_sum += run.pipeline.evaluate([inputs_of(run, batch) for batch in microbatches])
             else:
                 loss_sum += torch.stack([forward(run, batch)[0] for batch in microbatches]).sum()
-    return loss_sum, valid
+    return {"loss": loss_sum, "labels": valid}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

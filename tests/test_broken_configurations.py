@@ -140,6 +140,8 @@ model.num_expert_groups = 1
 model.num_limited_groups = 1"""
 TE_EP = 'moe.dispatcher = "te_ep"\nparallelism.expert_parallel_degree = 2'
 CASES = [
+    # guards
+    case(f"guards.corruption_check_every = 100\n{TE_EP}", world=2),
     # degrees and batch
     case("parallelism.data_parallel_replicate_degree = 4", world=6),
     case("parallelism.data_parallel_shard_degree = 4", world=6),
@@ -272,6 +274,8 @@ CASES = [
         a='[training]\ndataset = "away"\n[[training.mixture]]\ndataset = "synthetic"',
     ),
     case('[[training.mixture]]\ndataset = "gone"\n[[training.mixture]]\nweight = 2\ndataset = "away/*.txt"'),
+    case('job.dump_folder = "s3://bucket/run"'),
+    case('checkpoint.folder = "s3://bucket"'),
     case('checkpoint.folder = ""'),
     case('checkpoint.folder = "/x"'),
     case('checkpoint.folder = "x/../.."'),

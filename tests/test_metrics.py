@@ -97,13 +97,28 @@ def test_a_later_attempt_wins_and_half_a_line_costs_only_itself(tmp_path, clock)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, clock, loss):
-    metrics = make(tmp_path)
+def test_a_number_that_is_not_finite_is_null_and_skipped_steps_are_shown(tmp_path, clock, caplog, loss):
+    metrics = make(tmp_path, tensorboard=True)
     metrics.count(1)
     clock.now += 1
-    with pytest.raises(RuntimeError, match=r"step 5: loss (nan|inf).*not finite"):
-        log(metrics, 5, loss=loss)
-    assert read_metrics(tmp_path) == {}
+    with caplog.at_level(logging.INFO):
+        log(metrics, 5, loss=loss, skipped_steps=3)
+    metrics.close()
+    record = read_metrics(tmp_path)[5]
+    assert record["loss"] is None and record["grad_norm"] == 1.0 and record["skipped_steps"] == 3
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.search(r"loss: +(nan|inf) ", line) and "  skipped: 3  " in line
+    assert "loss_metrics/global_avg_loss" not in scalars(tmp_path)
+
+
+def scalars(folder) -> set[str]:
+    """Tags that TensorBoard's files have."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tb"))
+    events.Reload()
+    return set(events.Tags()["scalars"])
 
 
 def test_further_quantities_reach_both_files(tmp_path, clock):
@@ -112,11 +127,7 @@ def test_further_quantities_reach_both_files(tmp_path, clock):
     clock.now += 1
     log(metrics, 1, embedding_norm=2.0)
     metrics.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tb"))
-    events.Reload()
-    tags = set(events.Tags()["scalars"])
+    tags = scalars(tmp_path)
     assert tags >= {
         "loss_metrics/global_avg_loss",
         "loss_metrics/global_max_loss",

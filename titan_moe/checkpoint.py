@@ -1,5 +1,10 @@
-"""Checkpoints through torchtitan's manager of torch.distributed.checkpoint (DCP): resharded on load, sync or async."""
+"""What a checkpoint of a run holds, and what a user reads when it does not fit.
 
+Through torchtitan's manager of torch.distributed.checkpoint (DCP), which reshards on load and saves sync or async, and
+which checkpoint_manager makes verify and publish.
+"""
+
+import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
+from titan_moe.checkpoint_manager import VerifiedCheckpoints
 from titan_moe.config import Config
 
 
@@ -48,7 +54,7 @@ def build_checkpointer(
             'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU; on a CPU use "async" or "disabled"'
         )
     initial_load_path = str(Path(c.initial_load_path).resolve()) if c.initial_load_path else None
-    return CheckpointManager.Config(
+    return VerifiedCheckpoints.Config(
         enable=c.enable,
         folder=c.folder,
         interval=c.interval,
@@ -60,6 +66,7 @@ def build_checkpointer(
         keep_latest_k=c.keep_latest_k,
         load_step=c.load_step,
         load_only=c.load_only,
+        verify=c.verify,
     ).build(
         dataloader=dataloader,
         model_parts=list(model_parts),
@@ -74,11 +81,14 @@ def build_checkpointer(
 def load(checkpointer: CheckpointManager, step: int) -> bool:
     """Resume from `step` of the run folder (-1: the newest) or start from initial_load_path; False if there is neither.
 
-    Raises ValueError when the checkpoint was made by a configuration that this one cannot continue.
+    Raises ValueError when there are some but none is as it was written, or when the one that is was made by a
+    configuration that this one cannot continue.
     """
     try:
         return checkpointer.load(step)
     except (RuntimeError, CheckpointException) as error:
+        if problem := unreadable(error):
+            raise ValueError(problem) from error
         missing = re.search(r"Missing key in checkpoint state_dict: ([\w.]+)", str(error))
         if missing is None and "Size mismatch between saved" not in str(error):
             raise
@@ -94,3 +104,17 @@ def load(checkpointer: CheckpointManager, step: int) -> bool:
             reason = "it is of another model: put [model] back"
         was = "config.toml in the run folder has what it was"
         raise ValueError(f"The checkpoint cannot be resumed, {reason} ({was})") from error
+
+
+def unreadable(error: BaseException) -> str | None:
+    """What a user reads when a value could not be read, or was none; None for another error."""
+    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    for cause in causes:
+        if isinstance(cause, pickle.UnpicklingError):
+            return f"The checkpoint holds something else than tensors and plain values, and was not loaded: {cause}"
+        if isinstance(cause, OSError) or "PytorchStreamReader" in str(cause):
+            return (
+                f'The checkpoint could not be read: {cause}. Start again: with checkpoint.verify = "full" all of it is '
+                "read beforehand, and an older one is taken if need be"
+            )
+    return None

@@ -459,6 +459,10 @@ class Checkpoint:
     load_step: int = -1
     """Step to resume from; -1: the newest"""
 
+    verify: Literal["full", "size", "none"] = "full"
+    """What a checkpoint must pass to be loaded, or else the one before it is: all of its files are there and have the
+    content that was written, or have their size; "none" also takes what has no manifest.json, as stock torchtitan's"""
+
     create_seed_checkpoint: bool = False
     """Save the initial weights as step 0 and stop"""
 
@@ -495,6 +499,22 @@ class Comm:
 
     trace_buf_size: int = 20000
     """Entries of the NCCL flight recorder; 0: off"""
+
+
+@dataclass(kw_only=True)
+class Guards:
+    max_skipped_steps: int = 10
+    """Steps in a row that may be skipped, because loss or gradients are not finite or because of spike_sigma; one more
+    ends the run. 0: the first one does. A skipped step changes no weight"""
+
+    spike_sigma: float = 6.0
+    """Skip also a step whose loss or gradient norm is more than so many standard deviations above the mean of the last
+    128 that were not skipped; 0: never"""
+
+    corruption_check_every: int = 0
+    """Steps between two at which every rank computes one microbatch twice (a pipeline: a whole step) and compares it
+    bit for bit, to find hardware that computes wrongly; the run ends if it differs. 0: never. Only with
+    debug.deterministic"""
 
 
 @dataclass(kw_only=True)
@@ -544,5 +564,6 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
+    guards: Guards = field(default_factory=Guards)
     debug: Debug = field(default_factory=Debug)
     plan: Plan = field(default_factory=Plan)

@@ -68,7 +68,8 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "model.q_lora_rank model.mscale model.num_mtp_layers loss.mtp_coeff "
         "moe.load_balance_coeff moe.sequence_loss_coeff moe.z_loss_coeff "
         "optimizer.weight_decay lr_scheduler.warmup_steps "
-        "training.dataloader.num_workers comm.trace_buf_size",
+        "training.dataloader.num_workers comm.trace_buf_size "
+        "guards.max_skipped_steps guards.spike_sigma guards.corruption_check_every",
     ),
     (
         "must be greater than 0",
@@ -125,6 +126,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += precision_check.check(config, flavor, unsound)
     found += te_precision_check.check(config)
     found += _recompute(config, flavor)
+    found += _corruption(config)
     found += _lengths(config, flavor.max_seq_len)
     if config.comm.mode == "fake_backend":  # a dry run checks what it stands for
         found.append(
@@ -179,6 +181,21 @@ def _recompute(config: Config, flavor: flavors.Flavor) -> list[str]:
     return [problem] if problem else []
 
 
+def _corruption(config: Config) -> list[str]:
+    every, found = config.guards.corruption_check_every, []
+    if every > 0 and not config.debug.deterministic:
+        found.append(
+            f"guards.corruption_check_every = {every}: compares what is computed twice bit for bit, so each operation "
+            "must repeat; set debug.deterministic = true, or leave the check out"
+        )
+    if every > 0 and config.moe.dispatcher == "te_ep":
+        found.append(
+            f"guards.corruption_check_every = {every}: compares what is computed twice bit for bit, which "
+            'moe.dispatcher = "te_ep" does not promise to repeat; choose another, or leave the check out'
+        )
+    return found
+
+
 def _lengths(config: Config, max_seq_len: int) -> list[str]:
     found = []
     seq_len = config.training.seq_len
@@ -215,6 +232,12 @@ def _files(config: Config) -> list[str]:
                 f'{path} = "{folder}": must be the name of a folder inside the run folder, which job.dump_folder moves'
             )
     checkpoint = config.checkpoint
+    for path in ("job.dump_folder", "checkpoint.folder"):
+        if "://" in (place := attrgetter(path)(config)):
+            found.append(
+                f'{path} = "{place}": must be a folder of a mounted file system, not a URL: a checkpoint is completed '
+                "by renaming a folder"
+            )
     if checkpoint.initial_load_path and not checkpoint.enable:
         found.append("checkpoint.initial_load_path: loads nothing without checkpoint.enable = true; set it")
     if checkpoint.load_step >= 0 and not checkpoint.enable:

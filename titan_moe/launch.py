@@ -57,7 +57,7 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
             checked += _checkpoints(loaded.config, folder)
             taken = run_folder.refusal(folder, run_id, resume=loaded.config.checkpoint.enable)
         except ValueError as error:
-            folder, taken = Path(), str(error)
+            folder, taken = Path(), None if str(error) in problems else str(error)
         problems = loaded.problems + problems + loaded.located([*checked, *([taken] if taken else [])])
         if problems:
             raise ConfigError(loaded.file, problems)
@@ -145,8 +145,8 @@ def count(env: Mapping[str, str], name: str, problems: list[str]) -> int:
 def _run_id(env: Mapping[str, str], nodes: int, path: str, argv: list[str], problems: list[str]) -> str:
     """What tells a restart of this run from another run: the same for all nodes, and for a requeued job."""
     if run_id := env.get("RUN_ID"):
-        if not re.fullmatch("[A-Za-z0-9_.-]+", run_id) or run_id in (".", ".."):
-            problems.append(f"RUN_ID = {run_id!r} in the environment: names a folder; use letters, digits, _, . and -")
+        if problem := run_folder.run_id_problem(run_id):
+            problems.append(problem)
         return run_id
     if job := env.get("SLURM_JOB_ID"):
         # One allocation may train several configurations: the command tells them apart, and a requeue repeats it.

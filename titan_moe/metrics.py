@@ -2,7 +2,8 @@
 
 The console line is torchtitan's byte for byte up to `mfu`, so that its parsers keep working; ours follows after it.
 TensorBoard has torchtitan's tags. metrics.jsonl has one object per logged step in full precision; a run that is started
-again appends to it with a higher `attempt`, and a reader keeps the last line of a step (`read_metrics`).
+again appends to it with a higher `attempt`, and a reader keeps the last line of a step (`read_metrics`). A number that
+is not finite, of a step that the guard skipped, is null there, and not in TensorBoard.
 
 Only rank 0 writes. Units: tokens and seconds of one rank; tps is tokens per second per device.
 """
@@ -82,12 +83,7 @@ class Metrics:
         **more: float,
     ) -> None:
         """Write the line of `step`. `more`: further quantities of the caller, by name, into metrics.jsonl and
-        TensorBoard.
-
-        Raises RuntimeError when the loss or the gradient norm is not finite.
-        """
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise RuntimeError(f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, stopping")
+        TensorBoard."""
         seconds = time.perf_counter() - self.interval_started - self.other_seconds
         tps = self.tokens / seconds
         tflops = self.flops_per_token * tps / 1e12
@@ -113,10 +109,11 @@ class Metrics:
                 **({} if validation_loss is None else {"validation_loss": validation_loss}),
                 **more,
             }
-            self.file.write(json.dumps(record, allow_nan=False) + "\n")
+            known = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
+            self.file.write(json.dumps(known, allow_nan=False) + "\n")
             self.file.flush()
             if self.tensorboard is not None:
-                self._write_tensorboard(record, memory, data_percent)
+                self._write_tensorboard(known, memory, data_percent)
             self._print(record, memory, seconds)
         self.memory.reset()
         self._restart_interval()
@@ -134,7 +131,7 @@ class Metrics:
             f"{c.blue}tps: {round(record['tps']):,}  "
             f"{c.cyan}tflops: {record['tflops']:,.2f}  "
             f"{c.magenta}mfu: {mfu}{c.reset}  "
-            f"lr: {record['lr']:.2e}  data: {record['data_percent']:.1f}%  {_balance(record)}"
+            f"lr: {record['lr']:.2e}  data: {record['data_percent']:.1f}%  {_balance(record)}{_skipped(record)}"
             f"{100 * step / steps:5.1f}%  eta: {_duration(eta)}"
         )
         if "validation_loss" in record:
@@ -175,6 +172,11 @@ def _balance(record: dict[str, Any]) -> str:
     found = "" if "moe_max/mean" not in record else f"moe_max/mean: {record['moe_max/mean']:.2f}  "
     dropped = [share for key, share in record.items() if key.startswith("moe_dropped.")]
     return found + (f"moe_dropped: {100 * sum(dropped) / len(dropped):.1f}%  " if dropped else "")
+
+
+def _skipped(record: dict[str, Any]) -> str:
+    """Steps that the guard skipped, since the run began, if any."""
+    return f"skipped: {record['skipped_steps']}  " if record.get("skipped_steps") else ""
 
 
 def _duration(seconds: int) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 
 import titan_moe.runtime  # noqa: F401
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed import ParallelDims
 
@@ -21,7 +22,10 @@ NO_WEIGHT_DECAY = r"norm\.weight$|\.bias$"
 
 class Optimizers(OptimizersContainer):
     """torchtitan's container, whose state has torchtitan's parameter names, like the weights: a checkpoint does not
-    show that gate and up are one parameter. `balancer` moves the router biases before each step."""
+    show that gate and up are one parameter. `balancer` moves the router biases before each step.
+
+    `step(skip=...)` takes a float32 scalar on the device: 1 to leave everything as it is, 0 otherwise. Optimizers that
+    know `found_inf`, as fused AdamW, read it there; for others the host waits for it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
@@ -29,11 +33,26 @@ class Optimizers(OptimizersContainer):
 
     balancer: LoadBalancer
 
+    def step(self, *, skip: Tensor | None = None) -> None:  # type: ignore[override]  # hooks see `skip`, no closures
+        for optimizer in self.optimizers:
+            if _knows_found_inf(optimizer):
+                optimizer.found_inf = skip  # type: ignore[attr-defined]
+                optimizer.step()
+                optimizer.found_inf = None  # type: ignore[attr-defined]
+            elif skip is None or not skip.item():
+                optimizer.step()
+
     def state_dict(self) -> dict[str, Any]:
         return to_stock_names(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(to_stored_names(state_dict))
+
+
+def _knows_found_inf(optimizer: Optimizer) -> bool:
+    """torch marks those that were told to be fused as a whole; torchtitan tells each parameter group."""
+    marked = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return marked or all(group.get("fused") for group in optimizer.param_groups)
 
 
 def build_optimizers(config: Config, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims) -> Optimizers:

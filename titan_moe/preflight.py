@@ -3,6 +3,7 @@
 Called before torchrun, so that a missing field or another vocabulary costs no process group; and again by rank 0.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from titan_moe.sources.listing import Source
 from titan_moe.sources.piece import Fault
 from titan_moe.sources.record import Listing, Unlisted, list_all
 from titan_moe.tokenizer import Tokenizer, build_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def data_problems(config: Config, folder: Path) -> list[str]:
@@ -40,6 +43,12 @@ def list_sources(config: Config, tokenizer: Tokenizer, folder: Path) -> Listing:
     listing = list_all(config)
     if problems := resume_problems(config, listing, folder) + source_problems(listing, tokenizer):
         raise ValueError("\n".join(problems))
+    if doubts := record.doubts(listing, folder):
+        more = f" and {len(doubts) - 3} more" if len(doubts) > 3 else ""
+        logger.warning(
+            f"Data files were written to since this run began: {', '.join(doubts[:3])}{more}. Their sizes are what "
+            "they were, and so are their first, middle and last bytes: they are taken for the same"
+        )
     return listing
 
 

@@ -42,7 +42,16 @@ def choose(config: Config, env: Mapping[str, str]) -> Path:
         return Path(folder)
     if not env.get("RUN_ID"):
         raise ValueError("RUN_ID is not set: start with ./run_train.sh, or set it, or set job.dump_folder")
+    if problem := run_id_problem(env["RUN_ID"]):
+        raise ValueError(problem)
     return Path("outputs", env["RUN_ID"])
+
+
+def run_id_problem(run_id: str) -> str | None:
+    """Why `run_id` is no name of a folder inside outputs/, or None: with ../ in it, a run would write anywhere."""
+    if re.fullmatch("[A-Za-z0-9_.-]+", run_id) and run_id not in (".", ".."):
+        return None
+    return f"RUN_ID = {run_id!r} in the environment: names a folder; use letters, digits, _, . and -"
 
 
 def new_run_id(config_path: str) -> str:

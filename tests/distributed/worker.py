@@ -246,9 +246,9 @@ def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool,
         recorder.kernels.update(te_doubles.kernel_calls())
         return done
 
-    def counting_forward_backward(run, *args):
+    def counting_forward_backward(run, *args, **kwargs):
         recorder.passes[run.progress.step] += 1
-        return forward_backward(run, *args)
+        return forward_backward(run, *args, **kwargs)
 
     def counting_held_out_loss(run):
         recorder.validations += 1

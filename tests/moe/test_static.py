@@ -256,10 +256,6 @@ class Layer(nn.Module):
             "dedup", num_experts=64, top_k=2, alignment=16, ep_group=group, recv_buffer=1.25, max_tokens=64
         )
         self.routed_experts = SimpleNamespace(dispatcher=dispatcher, overflow=None)
-        self.forgotten = 0
-
-    def forget(self) -> None:
-        self.forgotten += 1
 
 
 @pytest.fixture
@@ -274,20 +270,19 @@ def replay(monkeypatch):
 
 
 def test_a_replay_draws_the_same_random_numbers(replay):
-    """As forced random routing does. What was discarded, how often, and what the layers forgot."""
+    """As forced random routing does. What is left behind is discarded each time."""
     drawn, discarded = [], []
 
-    def compute() -> float:
-        drawn.append(torch.rand(()).item())
+    def compute() -> dict[str, torch.Tensor]:
+        drawn.append(torch.rand(()))
         too_small = len(drawn) <= 2
         replay.layers["layers.2"].routed_experts.overflow = torch.tensor(too_small)
-        return drawn[-1]
+        return {"loss": drawn[-1]}
 
-    assert replay.until_it_fits(compute, "step 7", lambda: discarded.append(len(drawn))) == drawn[0]
+    assert replay.until_it_fits(compute, "step 7", lambda: discarded.append(len(drawn))) == {"loss": drawn[0]}
     assert drawn == [drawn[0]] * 3 and discarded == [1, 2]
-    assert [layer.forgotten for layer in replay.layers.values()] == [2, 2]
     assert [layer.routed_experts.dispatcher.factor for layer in replay.layers.values()] == [1.25 * 1.5**2] * 2
-    assert torch.rand(()).item() != drawn[0], "the generator goes on after the last pass"
+    assert torch.rand(()) != drawn[0], "the generator goes on after the last pass"
 
 
 def test_a_replay_asks_once_per_step(replay, monkeypatch):
@@ -296,7 +291,18 @@ def test_a_replay_asks_once_per_step(replay, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda flags, op: reduced.append(flags.shape))
     for region in (layer.routed_experts for layer in replay.layers.values()):
         region.overflow = torch.tensor(False)
-    assert replay.until_it_fits(lambda: 5, "step 1") == 5 and reduced == [(2,)]
+    result = {"loss": torch.ones(())}
+    assert replay.until_it_fits(lambda: result, "step 1") is result and reduced == [(3,)]
     for recv_buffer in ("exact", "worst_case"):
-        assert Replay(recv_buffer, [nn.Module()], torch.device("cpu")).until_it_fits(lambda: 5, "step 1") == 5
-    assert reduced == [(2,)]
+        replay = Replay(recv_buffer, [nn.Module()], torch.device("cpu"))
+        assert replay.until_it_fits(lambda: result, "step 1") is result
+    assert reduced == [(3,)]
+
+
+def test_nothing_grows_for_a_loss_that_is_not_finite(replay):
+    """Tokens that are no numbers all go to the same experts; the guard skips such a step."""
+    for layer in replay.layers.values():
+        layer.routed_experts.overflow = torch.tensor(True)
+    result = {"loss": torch.tensor(float("nan"))}
+    assert replay.until_it_fits(lambda: result, "step 1") is result
+    assert [layer.routed_experts.dispatcher.factor for layer in replay.layers.values()] == [1.25] * 2

@@ -43,6 +43,12 @@ def test_plan_as_json_with_pictures(tmp_path):
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"memory.png", "timeline.png"}
 
 
+def test_a_pipe_that_is_closed_early_is_no_error():
+    command = f"{sys.executable} -m titan_moe.plan {CONFIG} --plan.json | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_plan_imports_no_torch_and_is_quick():
     """Schema, flavors and planner: nothing that takes seconds to import, whatever the machine has; under 5 s of CPU."""
     program = (

@@ -20,11 +20,13 @@ import train
 from titan_moe import parallel, runtime
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
+from titan_moe.corruption import CorruptionCheck
 from titan_moe.dry_run import routing
 from titan_moe.dry_run.collectives import AXES, Collectives
 from titan_moe.dry_run.ledger import BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, PIPELINE, WORKING, Ledger
 from titan_moe.dry_run.report import DryRun, job_of
 from titan_moe.dry_run.watch import Watch
+from titan_moe.guards import Guard
 from titan_moe.inputs import Batch
 from titan_moe.loss import build_loss
 from titan_moe.mesh_check import data_parallel_degree, microbatch_size, microbatches_per_step, region_tokens
@@ -91,6 +93,10 @@ def build(config: Config, world_size: int, rank: int, fake: FakeTensorMode) -> t
     loss_fn = build_loss(config, model_parts[-1])
     if pipeline is not None:
         pipeline.loss_fn = loss_fn
+    progress, lr_schedulers = train.Progress(), build_lr_schedulers(config, optimizers)
+    with fake:
+        guard = Guard(config, model_parts, lr_schedulers, progress, parallel_dims.tp, gpu.DEVICE)
+    guard.settle = lambda: None  # type: ignore[method-assign]  # no verdict ever comes to this host
     return train.Run(
         config=config,
         device=gpu.DEVICE,
@@ -100,13 +106,14 @@ def build(config: Config, world_size: int, rank: int, fake: FakeTensorMode) -> t
         pipeline=pipeline,
         loss_fn=loss_fn,
         optimizers=optimizers,
-        lr_schedulers=build_lr_schedulers(config, optimizers),
+        guard=guard,
         dataloader=cast(Any, None),
         validation_dataloader=None,
         checkpointer=cast(Any, SimpleNamespace(maybe_wait_for_staging=lambda: None)),
         metrics=cast(Any, SimpleNamespace(waiting_for_data=nullcontext, count=lambda tokens: None)),
-        progress=train.Progress(),
+        progress=progress,
         replay=Replay("exact", model_parts, gpu.DEVICE),  # an even load overflows nothing
+        corruption=CorruptionCheck(config, model_parts, gpu.DEVICE),  # not in step 0, which is all there is
         spmd_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims),
     )
 

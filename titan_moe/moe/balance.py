@@ -3,7 +3,7 @@
 The bias (auxiliary-loss-free balancing, arXiv 2408.15664): before each optimizer step b_e += u sign(mean - c_e), where
 c_e is how many tokens of the step, over all ranks and microbatches, the router sent to expert e. b is added to the
 scores only to choose experts. Counts are integers from the router's own ids: dropped copies count, padding rows do not,
-evaluation and recompute do not (`FusedMoE` sees to that), and a step that is skipped calls no hook.
+evaluation and recompute do not (`FusedMoE` sees to that), and a step that the guard skips moves no bias.
 
 The sequence-wise loss (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), for one sequence of L tokens:
 
@@ -157,9 +157,11 @@ class LoadBalancer:
         self.losses_N: Tensor | None = None
 
     @torch.no_grad()
-    def step(self, *_) -> None:
+    def step(self, optimizer: Any = None, args: tuple = (), kwargs: dict[str, Any] | None = None) -> None:
+        """`kwargs` of the optimizer's step may have `skip`, a scalar on the device: 1 to leave the biases alone."""
         if not self.layers:
             return
+        skip = (kwargs or {}).get("skip")
         layers = self.layers.values()
         counts = torch.stack([_local(moe.tokens_per_expert_E) for moe in layers])
         zero = counts.new_zeros(())
@@ -173,12 +175,13 @@ class LoadBalancer:
                 # In whole numbers: E c < sum(c) is exact where a float mean of large counts is not.
                 sign_E = torch.sign(load_E.sum() - load_E * load_E.numel()).float()
                 delta_E = moe.load_balance_coeff * (sign_E - sign_E.mean() if self.centred else sign_E)
+                if skip is not None:
+                    delta_E = torch.where(skip.bool(), 0, delta_E)
                 _local(moe.expert_bias_E).add_(delta_E)  # in place: the checkpoint holds this very tensor
         self.losses_N = self.discard()
 
     def discard(self) -> Tensor:
-        """Forget what was collected since the last step, also for a step that is skipped. Returns this rank's auxiliary
-        losses, by layer."""
+        """Forget what was collected since the last step. Returns this rank's auxiliary losses, by layer."""
         return torch.stack([moe.forget() for moe in self.layers.values()])
 
     def statistics(self) -> dict[str, float]:

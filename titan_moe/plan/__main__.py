@@ -7,6 +7,7 @@ Prints a report (JSON with --plan.json) and exits with status 0 whether or not t
 
 import importlib.util
 import json
+import os
 import sys
 
 if importlib.util.find_spec("tomli") is None:
@@ -28,7 +29,10 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(report.to_json(plan), indent=2) if config.plan.json else report.to_text(plan))
+    try:
+        print(json.dumps(report.to_json(plan), indent=2) if config.plan.json else report.to_text(plan), flush=True)
+    except BrokenPipeError:  # as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if config.plan.png:
         from titan_moe.plan import pictures
 

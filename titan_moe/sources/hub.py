@@ -2,6 +2,7 @@
 
 The data files of the split are the pieces, so the order is as fixed as the files of one revision are, and the run keeps
 to the revision that it found first. `datasets` 4 runs no code that comes with a dataset, and none is asked for here.
+But a dataset's README may name any path or address as its data, this machine's files too: only its own are read.
 
 Networks fail in the middle, and a rank that waits in silence looks to all others like a hanging collective. So a thread
 reads, and reads ahead; when it fails it begins again at the row it had come to, after 1, 2, 4, ... seconds; and whoever
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,10 +172,15 @@ def _open(name: str, repository: str, revision: str | None, split: str) -> tuple
     # Its own tries, 20 of 5 s and more after each other, would outlast every collective on the other ranks.
     for tries in ("STREAMING_READ_MAX_RETRIES", "STREAMING_OPEN_MAX_RETRIES"):
         setattr(datasets.config, tries, 1)
+    foreign: list[str] = []
     for attempt in itertools.count(1):
         try:
             sha = huggingface_hub.HfApi().dataset_info(repository, revision=revision).sha
-            return str(sha), datasets.load_dataset(repository, split=split, revision=sha, streaming=True)
+            builder = datasets.load_dataset_builder(repository, revision=sha)
+            foreign = _foreign_files(builder.config.data_files, f"hf://datasets/{repository}@{sha}/")
+            if not foreign:
+                return str(sha), builder.as_streaming_dataset(split=split)
+            break
         except Exception as error:
             offline = datasets.config.HF_HUB_OFFLINE
             answered = getattr(getattr(error, "response", None), "status_code", 503)
@@ -189,4 +195,13 @@ def _open(name: str, repository: str, revision: str | None, split: str) -> tuple
                 "the network and, for a closed dataset, HF_TOKEN; without a network, download the files beforehand and "
                 "name them instead"
             ) from error
-    raise AssertionError
+    raise ValueError(
+        f'dataset = "{name}": its data files lie outside of it, {foreign[0]}, and are not read: its README says so, or '
+        f'there is a folder "{repository}" here. Name them in training.dataset if you want them'
+    )
+
+
+def _foreign_files(data_files: Mapping[str, Sequence[str]] | None, own: str) -> list[str]:
+    """Those of a dataset's data files that do not lie in it; packed ones are written as "zip://name::file"."""
+    names = [str(name) for split in (data_files or {}).values() for name in split]
+    return [name for name in names if ".." in name.split("/") or not name.split("::")[-1].startswith(own)]

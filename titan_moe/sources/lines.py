@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from titan_moe.sources.piece import MAX_DOCUMENT_BYTES, Fault, FilePiece
+from titan_moe.sources.piece import MAX_DOCUMENT_BYTES, Fault, FilePiece, open_as_listed
 
 BLOCK = (
     1 << 18
@@ -108,7 +108,7 @@ def excerpt(line: bytes, at: int) -> str:
 
 def pieces(name: str, path: str, size: int, piece_bytes: int, text_field: str) -> list[LinePiece]:
     found, start = [], 0
-    with open(path, "rb") as file:
+    with open_as_listed(path, size) as file:
         while start < size:
             end = min(start + piece_bytes, size)
             if end < size:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from titan_moe.config import DataSource
 from titan_moe.sources import hub, lines, rows, synthetic, text, tokens
-from titan_moe.sources.piece import MAX_DOCUMENT_BYTES, Piece, piece_bytes
+from titan_moe.sources.piece import MAX_DOCUMENT_BYTES, Piece, listed_anew, piece_bytes
 
 Kind = Literal["synthetic", "hub", "tokens", "text", "lines", "rows"]
 
@@ -32,6 +32,7 @@ class File:
     name: str
     path: str  # without links
     size: int
+    written: int  # when, in ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +125,13 @@ def _files(root: str, paths: Iterable[str]) -> list[File]:
             status = os.stat(real)
             if stat.S_ISREG(status.st_mode):
                 os.close(os.open(real, os.O_RDONLY))  # allowed to read it? Better asked now than at step 1,000
+                listed_anew(real)
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error}. Mend it, or choose files with a glob") from error
         if real in seen or not stat.S_ISREG(status.st_mode):
             continue
         seen.add(real)
-        found.append(File(name, real, status.st_size))
+        found.append(File(name, real, status.st_size, status.st_mtime_ns))
     return found
 
 

@@ -10,7 +10,9 @@ on what is done about it (`on_error`).
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import BinaryIO
 
 import numpy as np
@@ -61,18 +63,11 @@ class FilePiece(Piece):
     end: int
     file_size: int  # at listing
 
-    def open(self) -> BinaryIO:
-        """The file, as long as it is what was listed."""
-        try:
-            file = open(self.path, "rb", buffering=1 << 17)  # noqa: SIM115
-        except OSError as error:
-            raise changed(self.path, str(error)) from error
-        size = os.fstat(file.fileno()).st_size
-        if size != self.file_size:
-            file.close()
-            verb = "shrunk" if size < self.file_size else "grown"
-            raise changed(self.path, f"it has {verb} from {self.file_size} to {size} bytes")
-        return file
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """The file, as long as it is what was listed; a ValueError that names it also for what fails inside."""
+        with open_as_listed(self.path, self.file_size) as file:
+            yield file
 
     def lines_before(self, end: int) -> int:
         """Line ends in the first `end` bytes of the file: slow, for messages."""
@@ -82,6 +77,43 @@ class FilePiece(Piece):
                 count += block.count(b"\n")
                 end -= len(block)
         return count
+
+
+@contextmanager
+def open_as_listed(path: str, size: int) -> Iterator[BinaryIO]:
+    """The file, if it has `size` bytes and nobody has written to it since this process opened it first. Whether it is
+    still the file that was listed, a start asks that compares contents (record.py); this notices what changes under a
+    run, also where the size stays."""
+    try:
+        file = open(path, "rb", buffering=1 << 17)  # noqa: SIM115
+    except OSError as error:
+        raise changed(path, str(error)) from error
+    with file:
+        status = os.fstat(file.fileno())
+        if status.st_size != size:
+            verb = "shrunk" if status.st_size < size else "grown"
+            raise changed(path, f"it has {verb} from {size} to {status.st_size} bytes")
+        if status.st_mtime_ns != _written.setdefault(path, status.st_mtime_ns):
+            raise changed(path, f"it was written to at {datetime.fromtimestamp(status.st_mtime):%F %T}")
+        try:
+            yield file
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+
+_written: dict[str, int] = {}
+"""When each file had been written to when this process opened it first, in ns"""
+
+
+def listed_anew(path: str) -> None:
+    _written.pop(path, None)
+
+
+def unreadable(path: str, error: OSError) -> ValueError:
+    return ValueError(
+        f"{path} cannot be read: {error}. No document is left out for that, whatever on_error says: mend the disk or "
+        "get the file again, and resume from the last checkpoint"
+    )
 
 
 def changed(path: str, what: str) -> ValueError:

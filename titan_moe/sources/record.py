@@ -8,7 +8,7 @@ first, middle and last 16 KiB: enough to notice another file, cheap enough to ta
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from titan_moe.config import Config, DataSource
 from titan_moe.mixture import count_shards
 from titan_moe.sources.listing import File, Source, list_source
+from titan_moe.sources.piece import open_as_listed
 from titan_moe.sources.split import split
 
 SAMPLE_BYTES = 1 << 14
@@ -31,6 +32,9 @@ class Listing:
 
     files: dict[str, dict[str, str]]
     """For each dataset, what its files are: name -> size and digest"""
+
+    written: dict[str, dict[str, int]] = field(default_factory=dict)
+    """For each dataset, when each of its files was last written to, in ns"""
 
     settings: dict[str, float] = field(default_factory=dict)
     """Keys that, as the files do, decide about the order of the samples"""
@@ -85,7 +89,9 @@ def list_all(config: Config) -> Listing:
     if problems:
         raise Unlisted(*dict.fromkeys(problems))
     _refuse_twice(training, validation or [])
-    files = {source.dataset: _digests(source.files) for source in (*training, *(validation or []))}
+    sources = (*training, *(validation or []))
+    files = {source.dataset: _digests(source.files) for source in sources}
+    written = {source.dataset: {file.name: file.written for file in source.files} for source in sources}
     if config.validation.enable and validation is None:
         halves = [split(source, config.validation.holdout) for source in training]
         training, validation = [half[0] for half in halves], [half[1] for half in halves]
@@ -100,7 +106,7 @@ def list_all(config: Config) -> Listing:
     if len(training) > 1:
         settings |= {f"training.mixture[{i}].weight": source.weight for i, source in enumerate(training)}
     held_out = None if validation is None else list(map(printed, validation))
-    return Listing(list(map(printed, training)), held_out, files, settings)
+    return Listing(list(map(printed, training)), held_out, files, written, settings)
 
 
 def _refuse_twice(training: list[Source], validation: list[Source]) -> None:
@@ -130,7 +136,7 @@ def _digests(files: Sequence[File]) -> dict[str, str]:
     found = {}
     for file in files:
         digest = hashlib.blake2b(digest_size=8)
-        with open(file.path, "rb") as content:
+        with open_as_listed(file.path, file.size) as content:
             for start in sorted({0, max((file.size - SAMPLE_BYTES) // 2, 0), max(file.size - SAMPLE_BYTES, 0)}):
                 content.seek(start)
                 digest.update(content.read(SAMPLE_BYTES))
@@ -145,16 +151,19 @@ def _digests(files: Sequence[File]) -> dict[str, str]:
 def save(listing: Listing, folder: Path) -> None:
     """Write the record into the run folder: whole, or not at all."""
     temporary = folder / f"{FILE_NAME}.tmp"
-    record = {"sources": listing.summary(), "files": listing.files, "settings": listing.settings}
+    record = {"sources": listing.summary(), "files": listing.files, "written": listing.written}
+    record["settings"] = listing.settings
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, folder / FILE_NAME)
 
 
 def changes(listing: Listing, folder: Path) -> list[str]:
-    """What is different from the record in the run folder; nothing where there is none."""
+    """What is different from the record in the run folder; nothing where there is none. Of the training data only:
+    nobody has a position in validation's, which may change, be left out, or be evaluated more often. Where held-out
+    documents decide which others are trained on, it shows in the training sources."""
     try:
         before = json.loads((folder / FILE_NAME).read_bytes())
-        was = [(entry["part"], entry["dataset"], entry["fingerprint"]) for entry in before["sources"]]
+        was = _training(before["sources"])
         files_before: dict[str, dict[str, str]] = before["files"]
         settings: dict[str, float] = before.get("settings", {})  # older records have none
         found = [
@@ -164,20 +173,39 @@ def changes(listing: Listing, folder: Path) -> list[str]:
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
-    now = [(entry["part"], entry["dataset"], entry["fingerprint"]) for entry in listing.summary()]
-    if [fingerprint for _, _, fingerprint in was] == [fingerprint for _, _, fingerprint in now]:
+    now = _training(listing.summary())
+    if [fingerprint for _, fingerprint in was] == [fingerprint for _, fingerprint in now]:
         return found
     found = [change for change in found if not change.startswith(NUM_SHARDS)]  # may follow from the number of files
     if len(was) != len(now):
-        return [f"it had {len(was)} sources ({', '.join(name for _, name, _ in was)}), now {len(now)}"]
-    for (part, old, old_print), (_, new, new_print) in zip(was, now):
+        return [f"it had {len(was)} sources ({', '.join(name for name, _ in was)}), now {len(now)}"]
+    for (old, old_print), (new, new_print) in zip(was, now):
         if old_print == new_print:
             continue
         details = _files_changed(files_before.get(old, {}), listing.files[new])
         if not details:
             details = "how it is read has: its name, options, [validation], or the revision on the hub"
-        found.append(f'{part} source "{new}" changed: {details}')
+        found.append(f'training source "{new}" changed: {details}')
     return found
+
+
+def doubts(listing: Listing, folder: Path) -> list[str]:
+    """Files that were written to since the record was, though nothing that a digest covers is different."""
+    try:
+        before: dict[str, dict[str, int]] = json.loads((folder / FILE_NAME).read_bytes()).get("written", {})
+    except (OSError, ValueError):
+        return []
+    return [
+        file.path
+        for source in listing.training
+        for file in source.files
+        if file.size > 3 * SAMPLE_BYTES and before.get(source.dataset, {}).get(file.name, file.written) != file.written
+    ]
+
+
+def _training(summary: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """(dataset, fingerprint) of each training source."""
+    return [(entry["dataset"], entry["fingerprint"]) for entry in summary if entry["part"] == "training"]
 
 
 def _files_changed(before: dict[str, str], now: dict[str, str]) -> str:

@@ -1,0 +1,226 @@
+"""torchtitan's checkpoint manager, but a checkpoint is complete or not there, and what is loaded has been verified.
+
+Everything on disk is in checkpoint_folder, how files are written and read in checkpoint_io. What is here is when:
+
+- Saving fails on all ranks or on none, with one ValueError that says why; nothing of a failed checkpoint is left. In
+  the background it fails unseen, so while one is being written, the ranks agree after each step whether all are done:
+  the error appears there, on all of them, not only when the next checkpoint is due.
+- An older checkpoint is deleted only after the new one is published.
+- Loading takes the newest checkpoint that is as it was written. The ranks share the work of reading all of it
+  (verify = "full"), and all learn the same verdict.
+"""
+
+import errno
+import shutil
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import titan_moe.runtime as runtime
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.base import MODEL
+from torchtitan.components.checkpointer.dcp import AsyncMode
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
+
+from titan_moe import checkpoint_folder
+from titan_moe.checkpoint_folder import DELETED, TMP, Damaged, Manifest, hidden, step_folder, steps
+from titan_moe.checkpoint_io import Reader, SafeLoadPlanner, Writer, read_metadata
+
+UNVERIFIED = 'checkpoint.verify = "none" loads it unverified'
+
+
+class VerifiedCheckpoints(CheckpointManager):
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        verify: Literal["full", "size", "none"] = "full"
+
+    def __init__(self, config: Config, **components: Any) -> None:
+        super().__init__(config, **components)
+        if not self.enable:
+            return
+        self.verify = config.verify
+        self.saving = Path()  # the checkpoint that is being written in the background
+        # The background thread uses self.pg, and two threads may not share a group.
+        self.agreement = None if self.pg is None else cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        if not self.load_only:
+            runtime.on_rank_0(lambda: checkpoint_folder.prepare(Path(self.folder)))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Saving
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Called after each step; torchtitan's decides whether to save."""
+        if self.save_future is not None and self._all_ranks_done(self.save_future):
+            self._wait_for_saving()
+        saved = super()._save(curr_step, last_step)
+        if saved and last_step:
+            self._purge_stale_checkpoints()  # which torchtitan does for all but the last
+        return saved
+
+    def _all_ranks_done(self, future: Future) -> bool:
+        done = torch.tensor(future.done(), dtype=torch.int32)
+        dist.all_reduce(done, dist.ReduceOp.MIN, group=self.agreement)
+        return bool(done)
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future | AsyncSaveResponse | None:
+        assert not to_hf
+        self.saving = Path(checkpoint_id)
+        writer = Writer(checkpoint_id)
+        if async_mode == AsyncMode.DISABLED:
+            try:
+                dcp.save(state_dict, storage_writer=writer)
+            except CheckpointException as failure:
+                problem = self._clean_up(failure)
+                raise ValueError(problem) from failure
+            if enable_garbage_collection:
+                GarbageCollection.collect("GC collection invoked by checkpointer.")
+            return None
+        if self.stager is None:  # kept, as torchtitan keeps the pinned one: copies into the same memory each time
+            self.stager = DefaultStager(StagingOptions(False, False, False, False))
+        pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+        return dcp.async_save(
+            state_dict,
+            storage_writer=writer,
+            process_group=self.pg,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS if pinned else AsyncCheckpointerType.THREAD,
+            async_stager=self.stager,
+        )
+
+    def _wait_for_saving(self) -> None:
+        """Until the checkpoint in the background is published; raises ValueError, on all ranks, if it is not."""
+        assert self.save_future is not None
+        failure = self.save_future.exception()
+        self.save_future = None
+        if failure is not None:
+            problem = self._clean_up(failure)
+            raise ValueError(problem) from failure
+        self._purge_stale_checkpoints()
+
+    def _clean_up(self, failure: BaseException) -> str:
+        """Remove what is left of the checkpoint that failed, and tell why it did; another failure than the file
+        system's is raised again."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(hidden(self.saving, TMP), ignore_errors=True)
+        failures = failure.failures if isinstance(failure, CheckpointException) else {}
+        reasons = [f"rank {rank}: {error}" for rank, (error, _) in failures.items() if isinstance(error, OSError)]
+        if not reasons:
+            raise failure
+        full = any(getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT) for error, _ in failures.values())
+        remedy = f"make room, or lower checkpoint.keep_latest_k = {self.keep_latest_k}," if full else "mend that"
+        return (
+            f"The checkpoint {self.saving} could not be written; {'; '.join(reasons)}. Nothing of it is left, and the "
+            f"checkpoints of steps {steps(self.saving.parent)} are as they were: {remedy} and start again to go on "
+            "from the newest"
+        )
+
+    def _purge_stale_checkpoints(self) -> None:
+        if self.save_future is not None or not self._should_purge():  # not before the new one is published
+            return
+        for step in steps(Path(self.folder))[self.keep_latest_k :]:
+            old = step_folder(Path(self.folder), step)
+            try:
+                old.rename(hidden(old, DELETED))
+            except OSError as error:
+                logger.warning(f"Checkpoint {old} is not needed any more, but cannot be deleted: {error}")
+            else:
+                self.purge_queue.put(str(hidden(old, DELETED)))
+
+    def _close(self) -> None:
+        if self.save_future is not None:  # we are leaving because of an error, and do not hide it behind another
+            logger.info(f"Waiting for checkpoint {self.saving} to be written")
+            try:
+                self._wait_for_saving()
+            except (Exception, CheckpointException) as error:
+                logger.error(str(error))
+        super()._close()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Loading
+
+    def _load(self, step: int = -1) -> bool:
+        """The checkpoint of `step`, or the newest that can be trusted (-1), or initial_load_path; False if there is
+        none of them. Raises ValueError if there are some, but none that can be trusted."""
+        folder = Path(self.folder)
+        found = [step] if step >= 0 else runtime.on_rank_0(lambda: steps(folder))
+        refused: dict[int, str] = {}
+        for candidate in found:
+            if problem := self._damage(step_folder(folder, candidate), candidate):
+                refused[candidate] = problem
+                logger.error(f"CHECKPOINT step-{candidate} IS DAMAGED AND NOT LOADED: {problem}")
+                continue
+            loaded = super()._load(candidate)
+            if refused:
+                self._went_back(candidate, refused)
+            return loaded
+        if refused:
+            listed = "".join(f"\n    step-{step}: {problem}" for step, problem in refused.items())
+            raise ValueError(
+                f"No checkpoint of {folder} that was to be loaded is as it was written:{listed}\nBring one back, or "
+                f"move the folder away to start from the beginning; {UNVERIFIED}"
+            )
+        if (start := self.initial_load_path) and (problem := self._damage(Path(start), None)):
+            raise ValueError(f"checkpoint.initial_load_path = {start!r}: {problem}; {UNVERIFIED}")
+        return super()._load(-1)
+
+    def _went_back(self, step: int, refused: dict[int, str]) -> None:
+        """After loading an older checkpoint: out of the way with newer ones, before the run gets to their steps."""
+        where = ""
+        if not self.load_only and dist.get_rank() == 0:
+            for newer in refused:
+                checkpoint_folder.set_aside(step_folder(Path(self.folder), newer))
+            where = f"; those not loaded are now damaged-step-*, for you to look at, beside it in {self.folder}"
+        logger.error(f"WENT BACK FROM CHECKPOINT step-{max(refused)} TO step-{step}{where}")
+
+    def _find_load_step(self, folder: str = "") -> int:
+        return -1  # torchtitan asks only when `_load` has found none
+
+    def _damage(self, checkpoint: Path, step: int | None) -> str | None:
+        """What is wrong with a checkpoint, the same on all ranks; None if nothing is, or nobody is to look."""
+        if self.verify == "none":
+            return None
+
+        def listed() -> Manifest:
+            manifest = checkpoint_folder.read_manifest(checkpoint)
+            if step not in (None, manifest.step):
+                raise Damaged(f"the folder is of step {step}, its {checkpoint_folder.MANIFEST} of {manifest.step}")
+            checkpoint_folder.check_sizes(checkpoint, manifest.files)
+            return manifest
+
+        try:
+            files = runtime.on_rank_0(listed).files
+        except Damaged as damage:
+            return str(damage)
+        if self.verify == "size":
+            return None
+        # On as many ranks as wrote it, each reads what it is going to load, for the most part.
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        found: list[str | None] = [None] * ranks
+        dist.all_gather_object(found, checkpoint_folder.check_hashes(checkpoint, files[rank::ranks]))
+        return next((problem for problem in found if problem), None)
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        assert not from_hf and not from_quantized
+        checkpoint = Path(checkpoint_id)
+        try:
+            metadata = runtime.on_rank_0(lambda: read_metadata(checkpoint))
+        except Damaged as damage:
+            raise ValueError(f"The checkpoint {checkpoint} cannot be loaded: {damage}") from damage
+        dcp.load(state_dict, storage_reader=Reader(checkpoint, metadata), planner=SafeLoadPlanner())
+        self.states[MODEL].load_state_dict(state_dict)
