@@ -128,7 +128,8 @@ class MoE:
 
     experts: Literal["auto", "loop", "grouped_mm", "te", "te_fused"] = "auto"
     """What computes the experts; "loop" is slow and readable, and takes any number type; "grouped_mm" is torch's, "te"
-    Transformer Engine's grouped GEMM; "te_fused" computes in MXFP8 on Blackwell, with SwiGLU inside the GEMM"""
+    Transformer Engine's grouped GEMM; "te_fused" is for precision.recipe = "mxfp8" on Blackwell, with SwiGLU inside
+    the GEMM"""
 
     weighting: Literal["early", "late"] = "early"
     """Where the routing weight is multiplied in: "early" inside the expert, "late" on its output"""

@@ -32,22 +32,18 @@ def test_the_curve_is_that_of_the_portable_backends(outcome, ranks, name, refere
 @pytest.mark.slow
 def test_low_precision_is_near_to_the_emulated_one(outcome, report):
     """mxfp8 in experts and linear layers, by Transformer Engine's quantizers and GEMMs. The emulation rounds at other
-    places, which moves a few numbers to their neighbour in FP8: far less than what FP8 does."""
+    places, which moves a few numbers to their neighbour in FP8: less than what FP8 itself does, 3 % of a product."""
     losses, expected = (outcome(2, name).losses for name in ("te_mxfp8", "emulated_mxfp8"))
-    gradients, wanted, plain = (
-        outcome(2, name).step1["gradients"] for name in ("te_mxfp8", "emulated_mxfp8", "uninterrupted")
-    )
+    gradients, wanted = (outcome(2, name).step1["gradients"] for name in ("te_mxfp8", "emulated_mxfp8"))
     errors = {key: ((gradients[key] - grad).norm() / grad.norm()).item() for key, grad in wanted.items()}
-    of_fp8 = {key: ((wanted[key] - grad).norm() / grad.norm()).item() for key, grad in plain.items()}
     difference = max(abs(loss / other - 1) for loss, other in zip(losses, expected, strict=True))
     parameter, error = max(errors.items(), key=lambda item: item[1])
     report(
         f"te_mxfp8 against emulated_mxfp8: losses differ by {difference:.1e}; largest gradient difference {error:.1e} "
-        f"of the norm ({parameter}); mxfp8 against bf16: {max(of_fp8.values()):.1e}"
+        f"of the norm ({parameter})"
     )
-    assert difference < 1e-3
-    assert error < 0.5 * max(of_fp8.values())
-    assert sorted(errors.values())[len(errors) // 2] < 0.5 * sorted(of_fp8.values())[len(of_fp8) // 2]
+    assert difference < 2**-12
+    assert error < 2**-6
 
 
 def test_recompute_neither_plans_nor_sends(outcome):

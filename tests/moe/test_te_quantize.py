@@ -126,6 +126,23 @@ def test_each_gemm_multiplies_what_it_should_have_quantized(machine, name):
         assert sum(t.nbytes for t in kept if t.numel() > 8) <= numbers, "no more than the copy by columns"
 
 
+@pytest.mark.parametrize("machine", ["Blackwell"], indirect=True)
+def test_what_recipes_mean_to_te(machine):
+    """As TE's recipes of these names have it by default; tests/gpu compares with those. Chance is for gradients, the
+    Hadamard transform for what wgrad multiplies, squares are for weights."""
+    from transformer_engine.pytorch.constants import DType
+
+    made = {(name, role): quantizer(RECIPES[name], role, columns=True) for name in RECIPES for role in "xwg"}
+    chance = {key for key, one in made.items() if getattr(one, "stochastic_rounding", False)}
+    transformed = {key for key, one in made.items() if getattr(one, "with_rht", False)}
+    squares = {key for key, one in made.items() if getattr(one, "with_2d_quantization", False)}
+    squares |= {key for key, one in made.items() if getattr(one, "block_scaling_dim", 1) == 2}
+    assert chance == {("nvfp4", "g")} and transformed == {("nvfp4", "x"), ("nvfp4", "g")}
+    assert squares == {("nvfp4", "w"), ("fp8_block", "w")}
+    wide = {key for key, one in made.items() if one.dtype is DType.kFloat8E5M2}
+    assert wide == {("fp8_current", "g")} and made["nvfp4", "x"].dtype is DType.kFloat4E2M1
+
+
 def test_a_wrong_axis_would_show():
     """Of the formats with scales along an axis: the bound above is far below what exchanging axes does."""
     x, w = wild(128, D, seed=1), wild(128, D, seed=2)
