@@ -45,7 +45,6 @@ from titan_moe.moe.replay import Replay
 from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
 from titan_moe.pipeline import Pipeline
 from titan_moe.plan import flops
-from titan_moe.precision import noise
 from titan_moe.preflight import list_sources
 from titan_moe.sources.record import save as save_record
 from titan_moe.tokenizer import build_tokenizer
@@ -203,7 +202,6 @@ def train(run: Run) -> None:
 
 def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: bool) -> None:
     config, parallel_dims, metrics = run.config, run.parallel_dims, run.metrics
-    noise.begin_step(run.progress.step)
 
     # Data of the whole step, so that every microbatch's loss is divided by the same number of tokens.
     with metrics.waiting_for_data():

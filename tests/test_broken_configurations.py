@@ -30,6 +30,7 @@ from titan_moe import (
     mixture_check,
     moe_check,
     pipeline_check,
+    precision_check,
     preflight,
     recompute_facts,
     te_ep_check,
@@ -165,6 +166,21 @@ CASES = [
     case("model.num_mtp_layers = 1\nparallelism.pipeline_parallel_degree = 2", world=2),
     case("model.num_mtp_layers = 1\nparallelism.context_parallel_degree = 2", world=2),
     case("model.num_mtp_layers = 8\ntraining.seq_len = 8"),
+    # low precision
+    case('[precision]\nrecipe = "mxfp8"\nlinears = ["atention", "wqa", "router.gate"]\nexperts = false'),
+    case('[precision]\nrecipe = "mxfp8"\nlinears = []\nexperts = false'),
+    case('precision.keep_high_precision_layers = "last 1"'),
+    case('[precision]\nrecipe = "bf16"\nkeep_high_precision_layers = "0"'),
+    *(
+        case(f'[precision]\nrecipe = "mxfp8"\nkeep_high_precision_layers = "{layers}"')
+        for layers in ("first 5, last 1", "first 1, 4", "3-1", "first one")
+    ),
+    case('model.num_mtp_layers = 1\n[precision]\nrecipe = "mxfp8"\nkeep_high_precision_layers = "4, 5"'),
+    case('precision.recipe = "fp32"', "--training.mixed_precision_param=bfloat16"),
+    case('[model]\ndim = 248\nmoe_hidden_dim = 72\n[precision]\nrecipe = "nvfp4"'),
+    case(
+        'parallelism.tensor_parallel_degree = 2\n[model]\nmoe_hidden_dim = 96\n[precision]\nrecipe = "mxfp8"', world=2
+    ),
     # the pipeline
     case("parallelism.pipeline_parallel_layers_per_stage = [2, 2]"),
     case("parallelism.pipeline_parallel_microbatch_size = 2"),
@@ -403,7 +419,7 @@ def test_every_message_of_a_check_has_a_case() -> None:
     missing = []
     modules = (
         *(config_check, flavor_check, flavors, launch, mesh_check, mixture_check, moe_check, pipeline_check),
-        *(recompute_facts, te_ep_check, te_router_check, titan_dispatchers_check),
+        *(precision_check, recompute_facts, te_ep_check, te_router_check, titan_dispatchers_check),
     )
     for module in modules:
         path = Path(module.__file__ or "")

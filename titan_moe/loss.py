@@ -96,7 +96,7 @@ class Loss:
         low = chosen(config, model_flavor(config))
         self.gemm = None  # of the head, where a recipe holds for it
         if low is not None and "lm_head" in low.linears:
-            self.gemm = QuantizedGemm(DenseGemm(), low.recipe, "lm_head")
+            self.gemm = QuantizedGemm(DenseGemm(), low.recipe)
         self.cross_entropy: CrossEntropy = partial(fn, global_vocab_size=model_flavor(config).vocab_size)
         self.lm_head: Linear | None = None
 

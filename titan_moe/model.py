@@ -58,21 +58,20 @@ def model_config(config: Config) -> Model.Config:
     """torchtitan's config tree for this model, our nodes and the sharding of every node in it."""
     tree = families.tree(model_flavor(config), config.training.seq_len)
     layers = [*tree.layers, *tree.mtp_layers]
-    paths = [f"{part}.{i}" for part in ("layers", "mtp_layers") for i in range(len(getattr(tree, part)))]
     low_precision = chosen(config, model_flavor(config))
     for layer in layers:
         if DEVICE_TYPE == "cpu":
             layer.attention.inner_attention = DenseAttention.Config()
     families.set_sharding(tree, enable_ep=config.parallelism.expert_parallel_degree > 1)
-    for i, (layer, path) in enumerate(zip(layers, paths)):
+    for i, layer in enumerate(layers):
         recipe = low_precision if low_precision is not None and low_precision.holds_for(i) else None
         if layer.moe is not None:
             layer.moe.load_balance_coeff = config.moe.load_balance_coeff or None
             of_experts = recipe.recipe.name if recipe is not None and recipe.experts else None
-            layer.moe = fuse(layer.moe, **moe_settings(config, of_experts), name=f"{path}.moe")
+            layer.moe = fuse(layer.moe, **moe_settings(config, of_experts))
         mark(layer)
         if recipe is not None:
-            quantize_linears(layer, path, recipe, backend_of_linears(config, model_flavor(config), recipe)[0])
+            quantize_linears(layer, recipe, backend_of_linears(config, model_flavor(config), recipe)[0])
     return tree
 
 

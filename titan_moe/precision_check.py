@@ -73,10 +73,15 @@ def _tiles(config: Config, f: Flavor, names: Set[str]) -> Iterator[str]:
         of_rank = f"{length} / tensor_parallel_degree {ranks} = " if ranks > 1 else ""
         return f"{of_rank}{local} = {local // multiple} x {multiple} + {local % multiple}"
 
-    for linear in (linear for name, linear in linears(f).items() if name in names):
+    sides: dict[str, list[str]] = {}  # by what is wrong, the layers that have it
+    for name in (name for name in linears(f) if name in names):
+        linear = linears(f)[name]
         for of, length in (("inputs", linear.inputs), ("outputs", linear.outputs)):
             if found := side(length, tp if linear.cut == of else 1):
-                yield f"{start}{linear.name} has {found} {of}; change the model's sizes, or precision.linears"
+                sides.setdefault(f"{found} {of}", []).append(name)
+    for found, layers in sides.items():
+        has = "has" if len(layers) == 1 else "have"
+        yield f"{start}{', '.join(layers)} {has} {found}; change the model's sizes, or precision.linears"
     if p.experts:
         # With expert parallelism tensor ranks hold whole experts.
         ranks = 1 if degrees.expert_parallel_degree > 1 else tp

@@ -53,7 +53,6 @@ from torchtitan.tools import utils as titan_utils  # noqa: E402
 
 from titan_moe.config import Config  # noqa: E402
 from titan_moe.plan.hardware import of_device  # noqa: E402
-from titan_moe.precision import noise  # noqa: E402
 from titan_moe.run_folder import new_run_id  # noqa: E402
 
 T = TypeVar("T")
@@ -149,9 +148,8 @@ def batch_coordinates(parallel_dims: ParallelDims) -> tuple[int, int]:
 
 
 def set_seed(config: Config, parallel_dims: ParallelDims, device: torch.device) -> None:
-    """Seed torch on every rank alike, and the chance of stochastic rounding on each differently. Initial weights and
-    data order have seeds of their own and do not depend on this."""
-    noise.set_seed(config.debug.seed, dist.get_rank())
+    """Seed torch on every rank alike. Initial weights and data order have seeds of their own and do not depend on
+    this."""
     debug = DebugConfig(seed=config.debug.seed, deterministic=config.debug.deterministic)
     dist_utils.set_determinism(parallel_dims, device, debug, distinct_seed_mesh_dims=[])
 

@@ -43,10 +43,22 @@ SCHEDULE_100 = "--lr_scheduler.total_steps=100"
 MXFP8 = ["--precision.recipe=mxfp8", "--model.moe_hidden_dim=64", SELECTIVE]
 TE = [BF16, "--moe.dispatcher=te_ep", "--moe.experts=te", "--training.steps=3", SCHEDULE_100]
 
+# Emulated low precision in fp32 compute, where nothing but the formats rounds; widths that their blocks tile, also cut.
+TILED = ["--model.moe_hidden_dim=64", "--model.dense_hidden_dim=128", "--training.steps=4", SCHEDULE_100]
+MXFP8, NVFP4 = ([f"--precision.recipe={name}", *TILED] for name in ("mxfp8", "nvfp4"))
+LINEARS = "--precision.linears=attention,feed_forward,shared_experts,eh_proj,lm_head"
+DEBUG = [
+    *("train_configs/debug_model.toml", BF16, "--training.local_batch_size=2", "--training.steps=4"),
+    *("--lr_scheduler.warmup_steps=2", "--metrics.log_freq=1", "--metrics.enable_tensorboard=false"),
+    "--validation.steps=1",
+]
+"""The debug model as it is, on fewer tokens"""
+
 
 SLOW: dict[int, set[str]] = {
     1: set(),
     2: {
+        *("fsdp2_ep2_fp8_current", "fsdp2_ep2_fp8_block", "tp2_nvfp4", "pp2_nvfp4"),
         *("fsdp2_no_bias", "fsdp2_ep2_no_bias", "fsdp2_ep2_compiled", "tp2_losses", "tp2_mtp2", "tp2_ep2"),
         *("cp2_plain_order", "pp2_uneven", "pp2_losses", "pp2_zbv_losses", "te_mxfp8", "emulated_mxfp8"),
     },
@@ -103,9 +115,24 @@ def cases_of_1(out: Path) -> dict[str, Case]:
         "extended": ["--training.steps=3", *finished],
         "extended_again": ["--training.steps=6", *finished],
         "workers": ["--training.steps=3", "--training.dataloader.num_workers=2"],
+        "one_rank_tiled": TILED,
+        "one_rank_mxfp8": MXFP8,
+        "one_rank_mxfp8_loop_full": [*MXFP8, LOOP, FULL],
+        "one_rank_mxfp8_parts_mtp": [*MXFP8, *PARTS, MTP1, LINEARS],
+        "one_rank_mxfp8_mtp": [*MXFP8, MTP1, LINEARS],
+        "one_rank_fp8_current": ["--precision.recipe=fp8_current", *TILED],
+        "one_rank_fp8_block": ["--precision.recipe=fp8_block", *TILED],
+        "one_rank_nvfp4": NVFP4,
+        "one_rank_nvfp4_selective": [*NVFP4, SELECTIVE],
+        "nvfp4_saved": [*NVFP4, "--training.steps=2", "--checkpoint.enable", f"--job.dump_folder={out / 'nvfp4'}"],
+        "nvfp4_resumed": [*NVFP4, "--checkpoint.enable", f"--job.dump_folder={out / 'nvfp4'}"],
+    }
+    debug = {
+        f"debug_{recipe}": Case([f"--precision.recipe={recipe}"], base=DEBUG)
+        for recipe in ("bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
     }
     edits = {name: Case(["--training.steps=3"], path) for name, path in edited_copies(out / "edits").items()}
-    return {name: Case(argv) for name, argv in argvs.items()} | edits
+    return {name: Case(argv) for name, argv in argvs.items()} | debug | edits
 
 
 def cases_of_2(out: Path) -> dict[str, Case]:
@@ -148,6 +175,16 @@ def cases_of_2(out: Path) -> dict[str, Case]:
             {"then_tp2": [TP2], "then_pp2": pipeline("ZBVZeroBubble"), "then_cp2_ep2": [CP2, EP2]},
         ),
         "uninterrupted": [EP2, "--training.steps=10", SCHEDULE_100, BF16],
+        "fsdp2_ep2_mxfp8": [*MXFP8, EP2],
+        "fsdp2_ep2_mxfp8_full": [*MXFP8, EP2, FULL],
+        "fsdp2_ep2_mxfp8_compiled": [*MXFP8, EP2, *COMPILED],
+        "tp2_mxfp8": [*MXFP8, TP2],
+        "pp2_mxfp8": [*MXFP8, *pipeline("ZBVZeroBubble"), FULL],
+        "fsdp2_ep2_nvfp4": [*NVFP4, EP2],
+        "fsdp2_ep2_fp8_current": ["--precision.recipe=fp8_current", *TILED, EP2],
+        "fsdp2_ep2_fp8_block": ["--precision.recipe=fp8_block", *TILED, EP2],
+        "tp2_nvfp4": [*NVFP4, TP2],
+        "pp2_nvfp4": [*NVFP4, *pipeline("ZBVZeroBubble"), SELECTIVE],
         "te_ep": [EP2, *TE, SELECTIVE],
         "te_ep_static": [EP2, *TE, FULL, "--moe.recv_buffer=1.0"],
         "te_mxfp8": [EP2, *TE, *MXFP8, "--precision.backend=te"],

@@ -162,7 +162,7 @@ def test_experts_are_near_to_the_emulated_ones(machine, name, late):
     made, results = problem(COUNTS, torch.bfloat16, tail=128, D=D, F=F), []
     for backend in ("grouped_mm", "te"):
         leaves = [t.clone().requires_grad_() for t in made[:4]]
-        run = partial(EXPERTS[backend], recipe=RECIPES[name], name="layer")
+        run = partial(EXPERTS[backend], recipe=RECIPES[name])
         y = run(leaves[0], torch.tensor(COUNTS), *leaves[1:], late=late)
         gradients = torch.autograd.grad(y, leaves, made[4].nan_to_num(0.0))
         end = sum(COUNTS)

@@ -53,13 +53,12 @@ class FusedExperts(GroupedExperts):
         backend: str = "auto"
         weighting: str = "early"
         recipe: str | None = None  # of precision/recipes.py
-        name: str = ""  # of the module, for the noise of a recipe that rounds by chance
 
     def __init__(self, config: Config):
         super(GroupedExperts, self).__init__()
         self.num_experts = config.num_experts
         self.backend, self.late = config.backend, config.weighting == "late"
-        self.recipe, self.name = config.recipe, config.name
+        self.recipe = config.recipe
         self.w13_EF2D = nn.Parameter(torch.empty(config.num_experts, config.hidden_dim, 2, config.dim))
         self.w2_EDF = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
         self.register_state_dict_post_hook(_split_on_save)
@@ -77,7 +76,7 @@ class FusedExperts(GroupedExperts):
         if self.recipe is None:
             run = EXPERTS[backend]
         else:
-            run = partial(quantized_experts.EXPERTS[backend], recipe=RECIPES[self.recipe], name=self.name)
+            run = partial(quantized_experts.EXPERTS[backend], recipe=RECIPES[self.recipe])
         return run(x_RD, counts_E, weight_R, w13_EF2D, w2_EDF, late=self.late, source=source)
 
 
@@ -272,13 +271,12 @@ def fuse(
     sequences_per_step: int = 1,
     router: str = "torch",
     recipe: str | None = None,
-    name: str = "",
 ) -> FusedMoE.Config:
     """A stock MoE config, sharding set or not, as one of ours. `sequences_per_step` is over all ranks and microbatches
     of an optimizer step; only the auxiliary losses need it. `max_tokens` is of one rank and microbatch; only te_ep,
     deepep, hybridep and a `recv_buffer` other than "exact" need it. `in_flight`, for te_ep: microbatches that may wait
     for their backward; `te_ep_payload`: what rows travel as there. `recipe` is what the experts' GEMMs are quantized
-    to, `name` this layer's."""
+    to."""
     routed, chooser = config.routed_experts, config.router
     inner = routed.inner_experts
     if type(inner) is not GroupedExperts.Config:
@@ -292,7 +290,6 @@ def fuse(
         backend=experts,
         weighting=weighting,
         recipe=recipe,
-        name=name,
         param_init=_fused_init(inner.param_init),
         sharding_config=_fused_sharding(inner.sharding_config),
     )

@@ -28,7 +28,6 @@ def loop(
     w2_EDF: Tensor,
     *,
     recipe: Recipe,
-    name: str,
     late: bool = False,
     source: Source | None = None,
 ) -> Tensor:
@@ -36,13 +35,13 @@ def loop(
     counts = counts_E.tolist()  # a host sync
     tail = x_RD.shape[0] - sum(counts)
     wide = torch.promote_types(x_RD.dtype, torch.float32)
-    up, down = (QuantizedGemm(DenseGemm(), recipe, f"{name}.{which}") for which in ("w13", "w2"))
+    gemm = QuantizedGemm(DenseGemm(), recipe)
     y_RD = []
     for x, weight, w13, w2 in zip(x_RD.split([*counts, tail]), weight_R.split([*counts, tail]), w13_EF2D, w2_EDF):
-        gate_R, up_R = linear(up, x, w13.flatten(0, 1)).unflatten(1, (-1, 2)).to(wide).unbind(-1)
+        gate_R, up_R = linear(gemm, x, w13.flatten(0, 1)).unflatten(1, (-1, 2)).to(wide).unbind(-1)
         h = F.silu(gate_R) * up_R
         h = (h if late else h * weight[:, None]).to(x.dtype)
-        y = linear(down, h, w2)
+        y = linear(gemm, h, w2)
         y_RD.append((y * weight[:, None]).to(x.dtype) if late else y)
     return torch.cat([*y_RD, x_RD.new_zeros(tail, x_RD.shape[1])])
 
@@ -55,12 +54,11 @@ def grouped_mm(
     w2_EDF: Tensor,
     *,
     recipe: Recipe,
-    name: str,
     late: bool = False,
     source: Source | None = None,
 ) -> Tensor:
     """y_RD by grouped GEMMs; the rows beyond the last slab are undefined."""
-    gemm = QuantizedGemm(grouped_gemm(counts_E), recipe, name, Groups.of_slabs(counts_E, len(x_RD)))
+    gemm = QuantizedGemm(grouped_gemm(counts_E), recipe, Groups.of_slabs(counts_E, len(x_RD)))
     return by_gemm(gemm, x_RD, weight_R, w13_EF2D, w2_EDF, late=late, source=source)
 
 

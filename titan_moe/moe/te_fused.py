@@ -47,12 +47,11 @@ def fused(
     w2_EDF: Tensor,
     *,
     recipe: Recipe,
-    name: str = "",
     late: bool = False,
     source: Source | None = None,
 ) -> Tensor:
     """y_RD; the rows beyond the last slab are undefined. Slabs and R are multiples of ALIGNMENT, all else is bf16.
-    `recipe` is mxfp8; `name` is not used: nothing is rounded by chance.
+    `recipe` is mxfp8.
 
     Raises ValueError when the rows are more than the kernels can count.
     """

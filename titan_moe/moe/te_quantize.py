@@ -45,12 +45,10 @@ def te_quantized(
     w2_EDF: Tensor,
     *,
     recipe: Recipe,
-    name: str = "",
     late: bool = False,
     source: Source | None = None,
 ) -> Tensor:
-    """y_RD by TE in low precision; the rows beyond the last slab are undefined. `name` is not used: TE draws the noise
-    of stochastic rounding from torch's generator of the device."""
+    """y_RD by TE in low precision; the rows beyond the last slab are undefined."""
     if x_RD.shape[0] == 0:  # nothing to quantize; only exact sizes are 0, which the host knows anyway
         return te_grouped(x_RD, counts_E, weight_R, w13_EF2D, w2_EDF, late=late, source=source)
     _, hidden, _, width = w13_EF2D.shape

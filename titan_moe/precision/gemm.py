@@ -59,7 +59,6 @@ class QuantizedGemm:
     Arguments:
         gemm: the GEMM in high precision.
         recipe: of the formats.
-        name: of the layer, for the noise of stochastic rounding.
         groups: which slab a row is in, of a grouped GEMM; slabs are multiples of the recipe's alignment. None: dense.
         keeps_input: keep x for `wgrad` as it is, because somebody else does so anyway.
     """
@@ -68,28 +67,27 @@ class QuantizedGemm:
         self,
         gemm: GroupedGemm,
         recipe: Recipe,
-        name: str,
         groups: Groups | None = None,
         *,
         keeps_input: bool = False,
     ) -> None:
-        self.gemm, self.recipe, self.name, self.groups = gemm, recipe, name, groups
+        self.gemm, self.recipe, self.groups = gemm, recipe, groups
         self.keeps_input = keeps_input
 
     def forward(self, x_RI: Tensor, w_EOI: Tensor) -> Tensor:
-        x = once(x_RI, (self.recipe.forward_x, -1), partial(self._rows, x_RI, self.recipe.forward_x, -1, "forward"))
+        x = once(x_RI, (self.recipe.forward_x, -1), partial(self._rows, x_RI, self.recipe.forward_x, -1))
         w = _operand(w_EOI, self.recipe.forward_w, -1)
         return self._scaled(self.gemm.forward(x.values, w.values), x.factor, w.factor)
 
     def dgrad(self, grad_RO: Tensor, w_EOI: Tensor) -> Tensor:
-        grad = self._rows(grad_RO, self.recipe.dgrad_g, -1, "dgrad")
+        grad = self._rows(grad_RO, self.recipe.dgrad_g, -1)
         w = _operand(w_EOI, self.recipe.dgrad_w, -2)
         return self._scaled(self.gemm.dgrad(grad.values, w.values), grad.factor, w.factor)
 
     def wgrad(self, grad_RO: Tensor, x_RI: Tensor | RoundTrip) -> Tensor:
         """`x_RI`: the rows, or what `keep` has kept of them."""
-        grad = self._rows(grad_RO, self.recipe.wgrad_g, -2, "wgrad")
-        x = x_RI if isinstance(x_RI, RoundTrip) else self._rows(x_RI, self.recipe.wgrad_x, -2, "wgrad")
+        grad = self._rows(grad_RO, self.recipe.wgrad_g, -2)
+        x = x_RI if isinstance(x_RI, RoundTrip) else self._rows(x_RI, self.recipe.wgrad_x, -2)
         grad_EOI = self.gemm.wgrad(grad.values, x.values)
         factor = _product(grad.factor, x.factor)
         if factor is None:
@@ -109,8 +107,8 @@ class QuantizedGemm:
         again = partial(_again, fmt=fmt, groups=stored.groups, shape=x_RI.shape, dtype=x_RI.dtype)
         return again, tuple(tensor for tensor in kept if tensor is not None)
 
-    def _rows(self, x_RI: Tensor, fmt: Format, axis: int, role: str) -> RoundTrip:
-        chance = noise.generator(f"{self.name}.{role}", x_RI.device) if fmt.stochastic else None
+    def _rows(self, x_RI: Tensor, fmt: Format, axis: int) -> RoundTrip:
+        chance = noise.generator(x_RI.device) if fmt.stochastic else None
         return _operand(x_RI, fmt, axis, self.groups, chance)
 
     def _stored(self, x_RI: Tensor, fmt: Format) -> Quantized:

@@ -84,7 +84,8 @@ def named(names: Collection[str], there: Collection[str]) -> tuple[set[str], dic
         found |= meant
         if not meant and name not in GROUPS:
             near = difflib.get_close_matches(name, sorted(known), n=1)
-            mistakes[name] = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(sorted(known))}"
+            short = ", ".join(sorted(word for word in known if "." not in word))
+            mistakes[name] = f"did you mean {near[0]!r}?" if near else f"choose from {short}"
     return found, mistakes
 
 

@@ -19,7 +19,7 @@ from torchtitan.config.override import derive
 from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.linear import Linear
 
-from titan_moe.moe.experts import linear
+from titan_moe.moe.experts import GroupedGemm, linear
 from titan_moe.precision.gemm import DenseGemm, QuantizedGemm
 from titan_moe.precision.layers import Chosen
 from titan_moe.precision.recipes import RECIPES
@@ -30,8 +30,6 @@ class QuantizedLinear(Linear):
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         recipe: str
-        name: str
-        """Of the layer in the model, for the noise of stochastic rounding"""
         keeps_input: bool = False
         backend: str = "emulated"
         """Or "te", for Transformer Engine's quantizers and GEMM"""
@@ -40,10 +38,11 @@ class QuantizedLinear(Linear):
         super().__init__(config)
         assert not config.bias
         recipe = RECIPES[config.recipe]
+        self.gemm: GroupedGemm
         if config.backend == "te":
             self.gemm = TEGemm(recipe, keeps_input=config.keeps_input)
         else:
-            self.gemm = QuantizedGemm(DenseGemm(), recipe, config.name, keeps_input=config.keeps_input)
+            self.gemm = QuantizedGemm(DenseGemm(), recipe, keeps_input=config.keeps_input)
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
@@ -52,14 +51,13 @@ class QuantizedLinear(Linear):
         return out_TO.unflatten(0, input.shape[:-1])
 
 
-def quantize_linears(layer: TransformerBlock.Config, path: str, chosen: Chosen, backend: str) -> None:
-    """Put quantized nodes in the config of the layer at `path` in the model, in place of those that are chosen."""
+def quantize_linears(layer: TransformerBlock.Config, chosen: Chosen, backend: str) -> None:
+    """Put quantized nodes in the config of a layer, in place of those that are chosen."""
     for fqn, config, parent, attribute in list(layer.traverse(Linear.Config)):
         if (name := name_of(fqn)) in chosen.linears:
             assert isinstance(config, Linear.Config) and parent is not None and isinstance(attribute, str)
             settings = {
                 "recipe": chosen.recipe.name,
-                "name": f"{path}.{fqn}",
                 "keeps_input": name in chosen.kept_inputs,
                 "backend": backend,
             }
