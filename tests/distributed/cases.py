@@ -40,7 +40,6 @@ SEED_ONLY = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 # The schedule must not follow training.steps where runs of different lengths are compared.
 SCHEDULE_100 = "--lr_scheduler.total_steps=100"
 # Over doubles of Transformer Engine; in bf16, which NCCL EP is limited to and a CPU is slow in.
-MXFP8 = ["--precision.recipe=mxfp8", "--model.moe_hidden_dim=64", SELECTIVE]
 TE = [BF16, "--moe.dispatcher=te_ep", "--moe.experts=te", "--training.steps=3", SCHEDULE_100]
 
 # Emulated low precision in fp32 compute, where nothing but the formats rounds; widths that their blocks tile, also cut.
@@ -187,8 +186,8 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "pp2_nvfp4": [*NVFP4, *pipeline("ZBVZeroBubble"), SELECTIVE],
         "te_ep": [EP2, *TE, SELECTIVE],
         "te_ep_static": [EP2, *TE, FULL, "--moe.recv_buffer=1.0"],
-        "te_mxfp8": [EP2, *TE, *MXFP8, "--precision.backend=te"],
-        "emulated_mxfp8": [EP2, BF16, *MXFP8, "--training.steps=3", SCHEDULE_100],
+        "te_mxfp8": [EP2, *MXFP8, *TE, "--precision.backend=te", SELECTIVE],
+        "emulated_mxfp8": [EP2, *MXFP8, BF16, "--training.steps=3", SELECTIVE],
     }
     few_labels = Case([EP2], few_labels=True)
     overflow = Case([EP2, MTP1, FULL, "--moe.recv_buffer=1.4"], overflow=True)
