@@ -47,9 +47,9 @@ TILED = ["--model.moe_hidden_dim=64", "--model.dense_hidden_dim=128", "--trainin
 MXFP8, NVFP4 = ([f"--precision.recipe={name}", *TILED] for name in ("mxfp8", "nvfp4"))
 LINEARS = "--precision.linears=attention,feed_forward,shared_experts,eh_proj,lm_head"
 DEBUG = [
-    *("train_configs/debug_model.toml", BF16, "--training.local_batch_size=2", "--training.steps=4"),
-    *("--lr_scheduler.warmup_steps=2", "--metrics.log_freq=1", "--metrics.enable_tensorboard=false"),
-    "--validation.steps=1",
+    *("train_configs/debug_model.toml", BF16, "--training.local_batch_size=2", "--training.steps=3"),
+    *("--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1", "--metrics.enable_tensorboard=false"),
+    "--validation.enable=false",
 ]
 """The debug model as it is, on fewer tokens"""
 
