@@ -13,6 +13,15 @@
 # --doctor it measures in under a minute what the run would run on, and exits with 1 if anything is slow or wrong.
 # docs/cluster.md is about several nodes; scripts/train.slurm starts this on each node of a SLURM job.
 #
+# SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 or SIGUSR2, or a file "stop" in the run folder, end the run after the step
+# that is under way, with a checkpoint of it if checkpoint.enable; a second signal ends it at once. Exit status:
+#
+#   0        the run is complete
+#   75       stopped as asked, and nothing is lost: the same command goes on from there
+#   1        it failed
+#   2        a mistake in the command or the configuration
+#   128 + N  ended by signal N, and what was not saved before is lost
+#
 #   NGPU           processes on this node (default: its visible GPUs, or 1; in a dry run: those of plan.gpus)
 #   RANK           in a dry run: which of the NNODES x NGPU ranks to look at (default: 0)
 #   LOG_RANK       local ranks whose output is shown, as in 0,3 (default: 0)
@@ -24,7 +33,7 @@
 #                  (default: as plan.hardware says, the nodes of a domain one after the other)
 #   RUN_ID         names the run; the same on all nodes and when it is continued (default: from SLURM, or a new one)
 #   NUMA_BINDING   as torchrun's --numa-binding: "node" keeps processes on CPUs next to their GPU (default: anywhere)
-#   MAX_RESTARTS   times that torchrun starts the processes again after a failure (default: 0)
+#   MAX_RESTARTS   times that torchrun starts the processes again after a failure, from the newest checkpoint (default: 0)
 #   PYTHON         Python >= 3.11 to set up with, or to use when it has all packages (default: python3)
 #   TITAN_MOE_TE   0: do not build Transformer Engine on a machine with a GPU
 set -euo pipefail
@@ -113,6 +122,9 @@ else
     rendezvous=(--rdzv_backend static --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" --node_rank "$NODE_RANK")
 fi
 
+# torchrun keeps one store for all attempts (torch 2.14), where restarted ranks would find the addresses of dead ones.
+[[ ${MAX_RESTARTS:-0} == 0 ]] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 python=$("${PYTHON:-python3}" "$root/scripts/setup_env.py")
 [[ -z $prints ]] || exec "$python" -m titan_moe.launch "$config" "$@"
 
@@ -127,8 +139,9 @@ fi
 [[ -z $doctor ]] || GPUS=$gpus exec "$python" -m titan_moe.doctor ${config:+"$config"} "$@"
 
 # One report of all mistakes, before any process starts.
-RUN_ID=$(GPUS=$gpus "$python" -m titan_moe.launch "$config" "$@")
-export RUN_ID
+answer=$(GPUS=$gpus "$python" -m titan_moe.launch "$config" "$@")
+export RUN_ID=${answer%%$'\n'*}
+folder=${answer#*$'\n'}
 
 numa=()
 if [[ -n ${NUMA_BINDING:-} && $gpus != 0 ]]; then # torchrun asks an accelerator for its place
@@ -139,8 +152,8 @@ if [[ -n ${NUMA_BINDING:-} && $gpus != 0 ]]; then # torchrun asks an accelerator
     fi
 fi
 
-# -u: lines reach a file as they come. exec: a signal sent to this script, by a scheduler for one, has to reach torchrun.
-exec "$python" -u -m torch.distributed.run \
+# exec: signals sent to this script, by a scheduler for one, have to reach the process that knows what to do with them.
+exec "$python" -m titan_moe.supervise "$folder" \
     --nnodes "$NNODES" --nproc_per_node "$NGPU" --max-restarts "${MAX_RESTARTS:-0}" \
     --rdzv_id "$RUN_ID" "${rendezvous[@]}" ${numa[@]+"${numa[@]}"} \
     --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \

@@ -47,6 +47,7 @@ from titan_moe.pipeline import Pipeline
 from titan_moe.plan import flops
 from titan_moe.preflight import list_sources
 from titan_moe.sources.record import save as save_record
+from titan_moe.stop import Stop
 from titan_moe.tokenizer import build_tokenizer
 
 
@@ -70,6 +71,7 @@ class Run:
     checkpointer: CheckpointManager
     metrics: Metrics
     progress: Progress
+    stop: Stop
     spmd_context: dist_utils.SpmdContext
 
 
@@ -90,7 +92,7 @@ def build(config: Config) -> Run:
     flavor = config_file.model_flavor(config)
     tokenizer = build_tokenizer(config.model.hf_assets_path, flavor.vocab_size)
     listing = runtime.on_rank_0(lambda: list_sources(config, tokenizer, folder))
-    attempt = runtime.on_rank_0(lambda: startup.claim_run_folder(config, folder, listing))
+    attempt = startup.claim_run_folder(config, folder, listing)
 
     # 3) data, in the same global order on every mesh
     dataloader, validation_dataloader = build_dataloaders(config, listing, tokenizer, dp_rank, dp_degree)
@@ -129,9 +131,7 @@ def build(config: Config) -> Run:
         dataloader=dataloader,
         states={"progress": progress, "guard": guard},
     )
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    load_step = -1 if restarted else config.checkpoint.load_step  # a restart goes on where the first start had come to
-    if not config.checkpoint.create_seed_checkpoint and load_checkpoint(checkpointer, load_step):
+    if not config.checkpoint.create_seed_checkpoint and load_checkpoint(checkpointer, startup.load_step(config)):
         apply_hyperparameters(config, optimizers, lr_schedulers)
 
     # 9) metrics; the configuration is saved only now, so that one which cannot resume this run replaces nothing
@@ -158,6 +158,7 @@ def build(config: Config) -> Run:
         checkpointer=checkpointer,
         metrics=metrics,
         progress=progress,
+        stop=Stop(config, folder, device, checkpointer),
         spmd_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims),
     )
 
@@ -179,22 +180,22 @@ def train(run: Run) -> None:
     first_step = progress.step + 1
     gc = GarbageCollection(gc_freq=config.training.gc_freq)
     batches = iter(run.dataloader)
-    while progress.step < steps:
+    while progress.step < steps and not run.stop.done:
         progress.step += 1
-        step, last = progress.step, progress.step == steps
+        step, last, stops = progress.step, progress.step == steps, run.stop.agreed()
         gc.run(step)
         random_state.seed_step(config.debug.seed, step)
 
         validates = run.validation_dataloader is not None and (last or step % config.validation.freq == 0)
         saves = config.checkpoint.enable and step % config.checkpoint.interval == 0
         # Logging reads the guard's verdict, and may stop the run for it: before such a step could be saved.
-        logs = validates or saves or last or step == first_step or step % config.metrics.log_freq == 0
+        logs = validates or saves or last or stops or step == first_step or step % config.metrics.log_freq == 0
 
         train_step(run, batches, validates=validates, logs=logs)
 
         # Once in a while: save a checkpoint (all ranks participate).
         with run.metrics.outside_training():
-            run.checkpointer.save(step, last_step=last)
+            run.stop.save(step, last=last, stops=stops)
 
         if step == first_step:  # lazy initialization is over, so a collective that hangs from here on is a fault
             runtime.set_timeouts(run.parallel_dims, config.comm.train_timeout_seconds)
@@ -209,7 +210,7 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
     local_tokens = sum(labels_BL.numel() for _, labels_BL in microbatches)
     local_valid = torch.stack([(labels_BL != IGNORE_INDEX).sum() for _, labels_BL in microbatches]).sum()
     batch_mesh = parallel_dims.get_optional_mesh("batch")
-    global_valid = dist_utils.dist_sum_tensor(local_valid, batch_mesh)
+    global_valid = run.stop.sum_over_ranks(local_valid) // parallel_dims.non_data_parallel_size  # who share their data
 
     # Once in a while, if asked to: does this machine compute the same twice?
     compute = partial(forward_backward, run, valid_tokens=global_valid)

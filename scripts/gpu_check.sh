@@ -19,6 +19,7 @@ status=0
     echo "# $gpus GPUs: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | sort -u)"
     "$python" -c "import torch; from titan_moe.moe import te; print(f'torch {torch.__version__}, {te.facts()}')"
     "$python" benchmarks/gpu_experts.py
+    "$python" benchmarks/fused_quantize.py --rows 32768 --hidden 2048 --device cuda
     if ((gpus > 1)); then
         "$python" -m torch.distributed.run --standalone --nproc_per_node="$gpus" benchmarks/gpu_dispatch.py
     fi

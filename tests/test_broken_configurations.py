@@ -29,6 +29,7 @@ from titan_moe import (
     mesh_check,
     mixture_check,
     moe_check,
+    optimizer_check,
     pipeline_check,
     precision_check,
     preflight,
@@ -112,9 +113,9 @@ def broken_rules() -> Iterator[Case]:
 
 
 def from_torchtitan() -> Iterator[Case]:
-    """Every key of 0.2 that is not taken, or not with every value."""
+    """Every key of 0.2, and every former one of ours, that is not taken, or not with every value."""
     other = {False: True, "": "x", 1: 2}
-    for key, change in titan02.CHANGED.items():
+    for key, change in (titan02.CHANGED | titan02.FORMER).items():
         match change:
             case titan02.Renamed():
                 yield case(f"{key} = 1")
@@ -261,6 +262,9 @@ CASES = [
     case('moe.dispatcher = "dedup"'),
     case("moe.ranks_per_node = 3\nparallelism.expert_parallel_degree = 4", world=4),
     case('moe.dispatcher = "alltoall"\nmoe.ranks_per_node = 2\nparallelism.expert_parallel_degree = 4', world=4),
+    # moments of the optimizer
+    case('optimizer.moments_dtype = "bfloat16"\noptimizer.beta2 = 0.999'),
+    case('optimizer.moments_dtype = "float32"\ntraining.dtype = "bfloat16"'),
     # lengths and steps
     case("training.seq_len = 32768"),
     case("lr_scheduler.total_steps = 99"),
@@ -419,7 +423,7 @@ def test_every_message_of_a_check_has_a_case() -> None:
     missing = []
     modules = (
         *(config_check, flavor_check, flavors, launch, mesh_check, mixture_check, moe_check, pipeline_check),
-        *(precision_check, recompute_facts, te_ep_check, te_router_check, titan_dispatchers_check),
+        *(optimizer_check, precision_check, recompute_facts, te_ep_check, te_router_check, titan_dispatchers_check),
     )
     for module in modules:
         path = Path(module.__file__ or "")

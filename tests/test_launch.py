@@ -1,4 +1,4 @@
-"""The check before torchrun: every mistake once on stderr and exit status 2, or one run id on stdout."""
+"""The check before torchrun: every mistake once on stderr and exit status 2, or run id and run folder on stdout."""
 
 import re
 import subprocess
@@ -31,8 +31,9 @@ def accepted(capsys: pytest.CaptureFixture[str], argv: list[str], env: dict[str,
     """(run id, run folder) as printed."""
     assert launch.main(argv, env) == 0
     out, err = capsys.readouterr()
-    (run_id,) = out.splitlines()
-    return run_id, err.removeprefix("Run folder: ").removesuffix("\n")
+    run_id, folder = out.splitlines()
+    assert err == f"Run folder: {folder}\n"
+    return run_id, folder
 
 
 def test_a_sound_run_gets_a_new_id_and_creates_nothing(capsys: pytest.CaptureFixture[str], config: str) -> None:
@@ -92,7 +93,7 @@ def test_as_the_shell_runs_it() -> None:
     """A process of its own: one line on stdout when sound; else nothing there, the list on stderr, status 2."""
     command = [sys.executable, "-m", "titan_moe.launch", "train_configs/debug_model.toml"]
     sound = subprocess.run(command, cwd=ROOT, env={"RUN_ID": "r1"}, capture_output=True, text=True, check=False)
-    assert (sound.returncode, sound.stdout, sound.stderr) == (0, "r1\n", "Run folder: outputs/r1\n")
+    assert (sound.returncode, sound.stdout, sound.stderr) == (0, "r1\noutputs/r1\n", "Run folder: outputs/r1\n")
     broken = subprocess.run([*command, "--a.b=1", "c"], cwd=ROOT, env={}, capture_output=True, text=True, check=False)
     assert (broken.returncode, broken.stdout) == (2, "")
     assert broken.stderr.splitlines()[0] == "train_configs/debug_model.toml: 2 mistakes"

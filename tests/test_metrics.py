@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from pathlib import Path
 
 from titan_moe.runtime import DeviceMemory
 
@@ -11,6 +12,8 @@ import pytest
 from titan_moe import metrics as metrics_module
 from titan_moe.config import Config
 from titan_moe.metrics import Metrics, read_metrics
+from titan_moe.moe import te
+from titan_moe.startup import peak
 
 # torchtitan's own pattern for the losses in a log (scripts/loss_compare.py of 0.2.2).
 TORCHTITAN_PATTERN = re.compile(r"step:\s*(\d+)\s*loss:\s*(\d+\.\d+)")
@@ -160,3 +163,28 @@ def test_mfu_is_of_a_known_peak_or_none(device, compute, tflops):
     config.training.mixed_precision_param = compute
     memory.device_name = device
     assert memory.peak_flops(config) == (None if tflops is None else tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("device", "recipe", "backend", "has_te", "tflops", "precision"),
+    [
+        ("NVIDIA B200", "mxfp8", "auto", True, 4500, "mxfp8"),
+        ("NVIDIA B200", "mxfp8", "te", True, 4500, "mxfp8"),
+        ("NVIDIA B200", "nvfp4", "auto", True, 9000, "nvfp4"),
+        ("NVIDIA B200", "mxfp8", "emulated", True, 2250, "bf16"),
+        ("NVIDIA B200", "mxfp8", "auto", False, 2250, "bf16"),  # without Transformer Engine it is emulated
+        ("NVIDIA B200", "bf16", "auto", True, 2250, "bf16"),
+        ("NVIDIA H100 80GB HBM3", "mxfp8", "auto", True, 989, "bf16"),  # has FP8, but not MXFP8
+        ("NVIDIA H100 80GB HBM3", "fp8_block", "auto", True, 1979, "fp8_block"),
+        ("CPU", "mxfp8", "auto", False, None, None),
+    ],
+)
+def test_mfu_is_of_the_peak_of_what_computes(monkeypatch, device, recipe, backend, has_te, tflops, precision):
+    monkeypatch.setattr(te, "problem", lambda found: None if has_te else "not installed")
+    config, memory = Config(), DeviceMemory()
+    config.precision.recipe, config.precision.backend = recipe, backend
+    memory.device_name = device
+    monkeypatch.setattr(metrics_module, "DeviceMemory", lambda: memory)
+    metrics = Metrics(config, Path("unused"), 1, 1.0, writes=False)
+    assert metrics.precision == precision and metrics.peak_flops == (None if tflops is None else tflops * 1e12)
+    assert peak(metrics) == ("unknown" if tflops is None else f"{tflops:,} {precision} TFLOP/s")

@@ -306,7 +306,7 @@ case "$*" in
     "-m titan_moe.launch "*)
         printf '%s\\n' "NGPU=$NGPU NNODES=$NNODES" "${@:3}" >"$OUT/launch"
         [[ -z ${MISTAKE:-} ]] || { echo "$MISTAKE" >&2; exit 2; }
-        echo "${RUN_ID:-new-run}" ;;
+        printf '%s\\n' "${RUN_ID:-new-run}" "a run/folder" ;;
     *)
         printf '%s\\n' "$@" >"$OUT/torchrun"
         echo "pid=$$" >"$OUT/env"
@@ -341,7 +341,7 @@ def launcher(tmp_path):
         if not (tmp_path / "torchrun").exists():
             return process.returncode, stderr, None, None
         seen = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
-        assert seen["pid"] == str(process.pid)  # exec: signals reach torchrun
+        assert seen["pid"] == str(process.pid)  # exec: signals reach what knows what to do with them
         return process.returncode, stderr, (tmp_path / "torchrun").read_text().splitlines(), seen
 
     launch.root, launch.out = root, tmp_path
@@ -356,7 +356,7 @@ def test_run_train_passes_configuration_and_overrides_on(launcher):
     overrides = ["--training.steps=5", '--training.dataset=my data/*.jsonl "quoted"']
     status, _, argv, env = launcher("my configs/a b.toml", *overrides)
     assert status == 0
-    assert argv[:3] == ["-u", "-m", "torch.distributed.run"]  # -u: lines reach a log file as they come
+    assert argv[:3] == ["-m", "titan_moe.supervise", "a run/folder"]
     assert argv[argv.index("3") + 1 :] == [f"{launcher.root}/train.py", "my configs/a b.toml", *overrides]
     assert (launcher.out / "launch").read_text().splitlines() == ["NGPU=1 NNODES=1", "my configs/a b.toml", *overrides]
     expected = {
@@ -394,6 +394,7 @@ def test_run_train_knobs(launcher):
     assert option(argv, "--rdzv_endpoint") == "node-1:29500"
     assert (launcher.out / "launch").read_text().startswith("NGPU=4 NNODES=2\n")
     assert (env["PYTORCH_ALLOC_CONF"], env["PYTHONPATH"]) == ("", f"{launcher.root}:/x")
+    assert env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # each attempt has a store of its own
 
     _, _, argv, _ = launcher("a.toml", NNODES="2", MASTER_ADDR="node-1", MASTER_PORT="1234", RUN_ID="r1")
     assert option(argv, "--rdzv_endpoint") == "node-1:1234"

@@ -41,7 +41,7 @@ fi
 printf '%s\\n' "host=$SLURMD_NODENAME" "NNODES=$NNODES" "MASTER=$MASTER_ADDR:$MASTER_PORT" "DOMAINS=$NVLINK_DOMAINS" \\
     "NUMA_BINDING=$NUMA_BINDING" "${NCCL_EP_JIT_NVCC:+nvcc}" "$@" >"$OUT/rank-$NODE_RANK"
 if [[ -n ${WAITS:-} ]]; then
-    trap 'echo ended >>"$OUT/ended"; exit 143' TERM
+    trap 'echo ended >>"$OUT/ended"; exit "${STOPS:-75}"' TERM
     echo $$ >"$OUT/pid-$NODE_RANK"
     while :; do sleep 0.05; done
 fi
@@ -156,10 +156,17 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "4321", "SLURM_ARRAY_TASK_ID": "7"}  # the last t
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "array", "job"), [("true", {}, "4321"), ("false", {}, "4321"), ("true", ARRAY, "4321_7")]
+    ("checkpoints", "stops", "array", "queued"),
+    [
+        ("true", "75", {}, "4321"),
+        ("true", "75", ARRAY, "4321_7"),
+        ("true", "1", {}, "4321"),  # it could not save: the newest checkpoint is older
+        ("true", "0", {}, None),  # that was its last step
+        ("false", "143", {}, None),
+    ],
 )
-def test_the_time_limit_ends_the_run_and_queues_it_again_if_it_can_go_on(cluster, checkpoints, array, job):
-    process = cluster.start("a.toml", nodes="n1 n2", WAITS="yes", CHECKPOINTS=checkpoints, **array)
+def test_the_time_limit_stops_the_run_and_queues_it_again_if_it_can_go_on(cluster, checkpoints, stops, array, queued):
+    process = cluster.start("a.toml", nodes="n1 n2", WAITS="yes", CHECKPOINTS=checkpoints, STOPS=stops, **array)
     deadline = time.monotonic() + 30
     while len([path for path in cluster.out.glob("pid-*") if path.read_text()]) < 2:
         assert process.poll() is None and time.monotonic() < deadline
@@ -168,8 +175,13 @@ def test_the_time_limit_ends_the_run_and_queues_it_again_if_it_can_go_on(cluster
     _, stderr = process.communicate(timeout=30)
     assert (cluster.out / "ended").read_text() == "ended\n" * 2  # before the job is queued again
     asked = (cluster.out / "slurm").read_text().splitlines()
-    assert asked[0] == f"scancel --signal=TERM {job}"
-    if checkpoints == "true":
-        assert process.returncode == 0 and asked[1:] == [f"scontrol requeue {job}"]
-    else:
-        assert process.returncode == 1 and asked[1:] == [] and "checkpoint.enable" in stderr
+    assert asked[0] == f"scancel --signal=TERM {'4321_7' if array else '4321'}"
+    assert asked[1:] == ([] if queued is None else [f"scontrol requeue {queued}"])
+    assert process.returncode == (1 if checkpoints == "false" else 0)
+    assert ("checkpoint.enable" in stderr) == (checkpoints == "false")
+    assert ("without saving" in stderr) == (stops == "1")
+
+
+def test_there_is_time_to_finish_a_step_and_to_save_it():
+    """The script itself gets the signal, and has ten minutes."""
+    assert "#SBATCH --signal=B:USR1@600\n" in (REPO / "scripts" / "train.slurm").read_text()

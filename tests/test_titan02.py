@@ -14,7 +14,7 @@ from titan_moe.config_check import check
 from titan_moe.config_file import LEAVES
 from titan_moe.config_keys import get
 from titan_moe.config_print import literal
-from titan_moe.titan02 import CHANGED, DEFAULTS, SAME, Ignored, Refused, Renamed, Translated
+from titan_moe.titan02 import CHANGED, DEFAULTS, FORMER, SAME, Ignored, Refused, Renamed, Translated
 
 HERE = Path(__file__).parent / "torchtitan_0_2_2"
 DEFAULTS_022 = {
@@ -122,6 +122,13 @@ def test_the_table_fits_the_schema() -> None:
                 assert bool(unless) != bool(only) and bool(only) == (key in LEAVES), key
             case titan02.Differs():
                 assert key in LEAVES
+
+
+def test_keys_that_there_were_lead_to_keys_that_there_are() -> None:
+    for key, change in FORMER.items():
+        assert change.to in LEAVES and key not in LEAVES and key not in CHANGED
+    assert titan02.refusal("plan.precision", "mxfp8") == "plan.precision was renamed to precision.recipe"
+    assert "plan.precision" not in titan02_docs.markdown()
 
 
 def test_defaults_that_differ_are_listed() -> None:

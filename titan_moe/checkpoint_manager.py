@@ -92,16 +92,25 @@ class VerifiedCheckpoints(CheckpointManager):
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
-        if self.stager is None:  # kept, as torchtitan keeps the pinned one: copies into the same memory each time
-            self.stager = DefaultStager(StagingOptions(False, False, False, False))
+        if self.stager is None:  # copies in a thread, into the same memory each time: as torchtitan's pinned one
+            self.stager = DefaultStager(StagingOptions(False, False, True, False))
         pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
-        return dcp.async_save(
+        saving = dcp.async_save(
             state_dict,
             storage_writer=writer,
             process_group=self.pg,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS if pinned else AsyncCheckpointerType.THREAD,
             async_stager=self.stager,
         )
+        assert isinstance(saving, AsyncSaveResponse)
+        self.staging_future = saving.staging_completion
+        return saving if pinned else saving.upload_completion  # what torchtitan expects of each
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Before anything that is being saved changes: forward and backward of the next step go on meanwhile."""
+        if self.staging_future is not None:
+            self.staging_future.result()
+            self.staging_future = None
 
     def _wait_for_saving(self) -> None:
         """Until the checkpoint in the background is published; raises ValueError, on all ranks, if it is not."""
@@ -131,7 +140,8 @@ class VerifiedCheckpoints(CheckpointManager):
         )
 
     def _purge_stale_checkpoints(self) -> None:
-        if self.save_future is not None or not self._should_purge():  # not before the new one is published
+        """Only published ones count, so that one which is being written takes no place from a whole one."""
+        if not self._should_purge():
             return
         for step in steps(Path(self.folder))[self.keep_latest_k :]:
             old = step_folder(Path(self.folder), step)

@@ -224,6 +224,10 @@ class Optimizer:
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How the update loops over parameters"""
 
+    moments_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the two moments; unset: training.dtype. "bfloat16" beside parameters in float32 takes 8 bytes per
+    parameter instead of 12, and decays of at most 0.996; updates are computed in float32 either way"""
+
 
 @dataclass(kw_only=True)
 class LRScheduler:
@@ -311,7 +315,7 @@ class Training:
     """Optimizer steps"""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the stored parameters, gradients and optimizer state"""
+    """Type of the stored parameters and gradients, and of the moments unless optimizer.moments_dtype says otherwise"""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the gathered parameters and of the compute, experts included"""
@@ -498,6 +502,11 @@ class Comm:
     train_timeout_seconds: int = 100
     """Time limit of a collective afterwards"""
 
+    hang_seconds: int = 1800
+    """Seconds without a collective of any rank, after which the run ends with an error, and the Python stacks of all
+    ranks in its folder. Ranks that others wait for are named sooner, within the time limit of a collective. 0: no
+    watchdog"""
+
     trace_buf_size: int = 20000
     """Entries of the NCCL flight recorder; 0: off"""
 
@@ -535,9 +544,6 @@ class Plan:
 
     gpus: int | None = None
     """For --plan: GPUs of the whole job, in the place of NNODES x NGPU"""
-
-    precision: Literal["bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4"] = "bf16"
-    """For --plan: what the GEMMs compute in. Training has bf16 so far"""
 
     json: bool = False
     """For --plan: print the plan as JSON"""

@@ -16,6 +16,7 @@ from titan_moe import (
     mesh_check,
     mixture_check,
     moe_check,
+    optimizer_check,
     pipeline_check,
     precision_check,
     recompute_facts,
@@ -68,7 +69,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "model.q_lora_rank model.mscale model.num_mtp_layers loss.mtp_coeff "
         "moe.load_balance_coeff moe.sequence_loss_coeff moe.z_loss_coeff "
         "optimizer.weight_decay lr_scheduler.warmup_steps "
-        "training.dataloader.num_workers comm.trace_buf_size "
+        "training.dataloader.num_workers comm.hang_seconds comm.trace_buf_size "
         "guards.max_skipped_steps guards.spike_sigma guards.corruption_check_every",
     ),
     (
@@ -125,6 +126,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += te_ep_check.check(config, flavor, unsound)
     found += precision_check.check(config, flavor, unsound)
     found += te_precision_check.check(config)
+    found += optimizer_check.check(config)
     found += _recompute(config, flavor)
     found += _corruption(config)
     found += _lengths(config, flavor.max_seq_len)

@@ -1,9 +1,9 @@
 """`python -m titan_moe.launch CONFIG.toml [--section.key=value ...]`: what run_train.sh asks before it calls torchrun.
 
 Every mistake is so named once, not once per rank, and costs no process group. Exit status 2 with the mistakes on
-stderr, or 0 with the run id on stdout, for the shell to export as RUN_ID. With `--print_config` it prints the resolved
-configuration instead, each value with the place it comes from, and nothing is checked but the configuration itself.
-Imports no torch, so the shell also tells how many GPUs there are (GPUS in the environment).
+stderr, or 0 with the run id and the run folder on stdout, a line each, for the shell. With `--print_config` it prints
+the resolved configuration instead, each value with the place it comes from, and nothing is checked but the
+configuration itself. Imports no torch, so the shell also tells how many GPUs there are (GPUS in the environment).
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print(f"Run folder: {folder}", file=sys.stderr)
-    print(run_id)
+    print(run_id, folder, sep="\n")
     return 0
 
 

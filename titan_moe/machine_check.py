@@ -21,6 +21,7 @@ from pathlib import Path
 from titan_moe.config import Config
 from titan_moe.config_check import NEEDS_GPU, check, model_flavor
 from titan_moe.config_keys import get
+from titan_moe.optimizer_check import moments_dtype
 from titan_moe.plan import activations, parameters, report
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
@@ -121,7 +122,8 @@ def needed_bytes(config: Config, world_size: int, machine: Machine) -> float:
 
 def least_bytes(config: Config, world_size: int) -> float:
     """Parameters, gradients and two moments of one process, if they could be cut evenly."""
-    return 4 * BYTES[config.training.dtype] * parameters.total(model_flavor(config)) / world_size
+    each = 2 * BYTES[config.training.dtype] + 2 * BYTES[moments_dtype(config)]
+    return each * parameters.total(model_flavor(config)) / world_size
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ def _plan(config: Config) -> list[str]:
 def _remedies(config: Config, words: str, world_size: int) -> list[str]:
     """Commands that do something when they are typed as they are here."""
     lines, run = ["What to do"], f"./run_train.sh {words}"
-    hardware, gpus = config.plan.hardware or EXAMPLE, config.plan.gpus or world_size
+    gpus = config.plan.gpus or world_size
     if config.plan.gpus is not None:
         them = f"{gpus:,} {config.plan.hardware or 'GPUs'}"
         lines += [
@@ -213,7 +215,13 @@ def _remedies(config: Config, words: str, world_size: int) -> list[str]:
     return [
         *lines,
         f"  try its structure here, with few and narrow layers: {run} --model.scale_down",
-        f"  look for a layout that fits: {run} --plan --plan.hardware={shlex.quote(hardware)} --plan.gpus={gpus}",
+        f"  look for a layout that fits: {plan_command(config, words, world_size)}",
         f"    with other GPUs and degrees, a smaller training.local_batch_size, more recompute, or fewer model.n_layers"
         f"{_or_bound_rows(config)}",
     ]
+
+
+def plan_command(config: Config, words: str, world_size: int) -> str:
+    """The command that plans what `words`, quoted for a shell, train: for the file's hardware, or for an example."""
+    hardware, gpus = config.plan.hardware or EXAMPLE, config.plan.gpus or world_size
+    return f"./run_train.sh {words} --plan --plan.hardware={shlex.quote(hardware)} --plan.gpus={gpus}"

@@ -28,13 +28,14 @@ class Metrics:
     """Counts tokens and seconds between logged steps, and writes them out.
 
     `flops_per_token` are model FLOPs of forward and backward, attention counted as causal (plan/flops.py); MFU is
-    against the device's dense bf16 peak, n/a when unknown.
+    against the device's dense peak in the recipe that its GEMMs compute in (`DeviceMemory.precision`), also where only
+    some of them do; n/a when unknown.
     """
 
     def __init__(self, config: Config, run_folder: Path, attempt: int, flops_per_token: float, writes: bool) -> None:
         self.config, self.attempt, self.flops_per_token = config, attempt, flops_per_token
         self.memory = DeviceMemory()
-        self.peak_flops = self.memory.peak_flops(config)
+        self.precision, self.peak_flops = self.memory.precision(config), self.memory.peak_flops(config)
         self.color = NoColor() if config.metrics.disable_color_printing else Color()
         self.started = time.perf_counter()
         self.file: IO[str] | None = None

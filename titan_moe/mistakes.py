@@ -31,7 +31,8 @@ class ConfigError(ValueError):
 
 
 def readable(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
-    """`main`, but a user's mistake ends it with the message and exit status 2.
+    """`main`, but a user's mistake ends it with the message and exit status 2. Where memory has run out, the traceback
+    ends with what to change.
 
     torchrun hides the output of most ranks, and shows what those that failed have left in a file for it; so under
     torchrun the message goes there. A configuration is the same on all ranks, so only rank 0 tells what is wrong with
@@ -47,14 +48,28 @@ def readable(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
                 raise
             if isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0":
                 sys.exit(2)
-            if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-                shown = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
-                Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": shown}}))
-            else:
+            if not tell_torchrun(str(error)):
                 print(error, file=sys.stderr, flush=True)
             sys.exit(2)
+        except (RuntimeError, MemoryError, OSError) as error:
+            from titan_moe import out_of_memory, runtime
+
+            if out_of_memory.is_out_of_memory(error):
+                gpu = runtime.DEVICE_TYPE != "cpu"
+                error.add_note(out_of_memory.advice(argv, int(os.environ.get("WORLD_SIZE", "1")), gpu))
+            raise
 
     return wrapped
+
+
+def tell_torchrun(text: str) -> bool:
+    """Leave torchrun what it shows as this process's error; False if none has started it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return False
+    shown = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": shown}}))
+    return True
 
 
 def is_mistake(error: ValueError) -> bool:

@@ -1,6 +1,6 @@
 """Optimizer and learning-rate schedule through torchtitan's containers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ from torch.optim import Optimizer
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed import ParallelDims
 
+from titan_moe.adamw import Bf16MomentsAdamW
 from titan_moe.config import Config
 from titan_moe.moe.balance import LoadBalancer
 from titan_moe.moe.layer import moe_layers
 from titan_moe.moe.names import to_stock_names, to_stored_names
+from titan_moe.optimizer_check import moments_dtype
 
 # Norm gains and biases. The router bias is a buffer, moved by the balancing hook alone.
 NO_WEIGHT_DECAY = r"norm\.weight$|\.bias$"
@@ -42,6 +44,12 @@ class Optimizers(OptimizersContainer):
             elif skip is None or not skip.item():
                 optimizer.step()
 
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+        if name == Bf16MomentsAdamW.__name__:
+            return Bf16MomentsAdamW
+        return OptimizersContainer._resolve_optimizer_factory(name)
+
     def state_dict(self) -> dict[str, Any]:
         return to_stock_names(super().state_dict())
 
@@ -59,8 +67,10 @@ def build_optimizers(config: Config, model_parts: Sequence[nn.Module], parallel_
     """Two parameter groups, without and with weight decay, and the balancer of the MoE layers."""
     o = config.optimizer
     shared = {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.eps}
+    narrow = moments_dtype(config) != config.training.dtype
+    name = Bf16MomentsAdamW.__name__ if narrow else o.name
     groups = [
-        ParamGroupConfig(pattern=pattern, optimizer_name=o.name, optimizer_kwargs={**shared, "weight_decay": decay})
+        ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs={**shared, "weight_decay": decay})
         for pattern, decay in ((NO_WEIGHT_DECAY, 0.0), (".", o.weight_decay))
     ]
     optimizers = Optimizers.Config(param_groups=groups, implementation=o.implementation).build(

@@ -23,7 +23,6 @@ from torchtitan.distributed import ParallelDims, pipeline_parallel
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.deepseek_v3 import MTPDecoder
 
-from titan_moe import random_state
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.inputs import Inputs
@@ -89,7 +88,7 @@ class Pipeline:
 
         def learn_shapes_evenly(stages, args, kwargs, target, fwd_initialized, bwd_initialized, loss_kwargs=None):
             known = fwd_initialized and bwd_initialized == self.schedule._has_backward
-            with nullcontext() if known else routing_without_content(self.parts, device):
+            with nullcontext() if known else routing_without_content(self.parts):
                 return learn_shapes(stages, args, kwargs, target, fwd_initialized, bwd_initialized, loss_kwargs)
 
         self.schedule._initialize_pp_stages = learn_shapes_evenly
@@ -131,11 +130,9 @@ class Pipeline:
 
 
 @contextmanager
-def routing_without_content(parts: list[MTPDecoder], device: torch.device) -> Iterator[None]:
+def routing_without_content(parts: list[MTPDecoder]) -> Iterator[None]:
     """Inside, tokens are spread evenly over the experts: rows without content are all alike, and routers would send all
-    of them to the same few, on ranks that could not hold them. What the layers counted is forgotten, and the random
-    numbers drawn: a resumed run learns shapes in another step than the uninterrupted one did."""
-    before = random_state.states(device)
+    of them to the same few, on ranks that could not hold them. What the layers counted is forgotten."""
     layers = [moe for part in parts for moe in moe_layers(part).values()]
     routers = [(moe.router, moe.router._debug_force_load_balance, moe.router.force_balance) for moe in layers]
     for router, _, _ in routers:
@@ -145,7 +142,6 @@ def routing_without_content(parts: list[MTPDecoder], device: torch.device) -> It
     finally:
         for router, forced, how in routers:
             router._debug_force_load_balance, router.force_balance = forced, how
-        random_state.turn_back(device, before)
         for moe in layers:
             moe.forget()
 

@@ -22,6 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import titan_moe.processes  # noqa: F401 - before torch, whose import takes seconds
+
 import torch
 import torch.distributed as dist
 
@@ -52,7 +54,8 @@ from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.tools import utils as titan_utils  # noqa: E402
 
 from titan_moe.config import Config  # noqa: E402
-from titan_moe.plan.hardware import of_device  # noqa: E402
+from titan_moe.plan.hardware import Precision, of_device  # noqa: E402
+from titan_moe.precision.recipes import RECIPES  # noqa: E402
 from titan_moe.run_folder import new_run_id  # noqa: E402
 
 T = TypeVar("T")
@@ -89,10 +92,26 @@ def init_process_group(config: Config, run_folder: Path) -> torch.device:
     return device
 
 
+_watchdog: Any = None  # of this process
+
+
+def start_watchdog(config: Config, folder: Path) -> None:
+    """Watch, from now until the process group is left, that no rank keeps the others waiting."""
+    global _watchdog
+    from titan_moe.watchdog import Watchdog
+
+    if config.comm.hang_seconds:
+        limits = config.comm.init_timeout_seconds, config.comm.train_timeout_seconds
+        _watchdog = Watchdog(folder, limits, config.comm.hang_seconds)
+
+
 def leave_process_group() -> None:
     """The reverse of `init_process_group`; harmless without a group."""
+    global _watchdog
     from titan_moe.moe import te_ep_ops
 
+    if _watchdog is not None:
+        _watchdog = _watchdog.stop()
     if not dist.is_initialized() or (sys.exception() is not None and te_ep_ops.abandon()):
         return
     te_ep_ops.finalize()  # it has borrowed a communicator of the group's
@@ -169,6 +188,8 @@ def set_timeouts(parallel_dims: ParallelDims, seconds: int) -> None:
     """Tighten every group's time limit once the slow first step is over. All ranks wait for each other first: a rank
     still in the first step must not meet the new limit."""
     timeout = timedelta(seconds=seconds)
+    if _watchdog is not None:
+        _watchdog.training()
     if DEVICE_TYPE != "cpu":
         dist_utils.set_pg_timeouts(timeout, parallel_dims)
         return
@@ -218,10 +239,21 @@ class DeviceMemory:
         if self.monitor is not None:
             self.monitor.reset_peak_stats()
 
-    def peak_flops(self, config: Config) -> float | None:
-        """Dense FLOP/s of the device in the type that the run computes in, by its data sheet; None when unknown, so
-        that nobody reads an MFU against a guess."""
-        known = of_device(self.device_name)
+    def precision(self, config: Config) -> Precision | None:
+        """What the run's GEMMs compute in on this device, by the names of [precision]; None for a device or a type
+        whose rate is not known. A recipe counts as soon as it holds for some of them. It needs a device that has it,
+        and Transformer Engine to use that: where it is emulated, bf16 is what computes."""
+        from titan_moe.moe import te
+
+        known, recipe = of_device(self.device_name), config.precision.recipe
         if known is None or config.training.mixed_precision_param != "bfloat16":
             return None
-        return known.peak_tflops("bf16") * 1e12
+        if recipe not in RECIPES or recipe not in known.precisions or config.precision.backend == "emulated":
+            return "bf16"
+        return "bf16" if te.problem(te.facts()) else recipe
+
+    def peak_flops(self, config: Config) -> float | None:
+        """Dense FLOP/s of the device in what the run computes in, by its data sheet; None when unknown, so that nobody
+        reads an MFU against a guess."""
+        known, precision = of_device(self.device_name), self.precision(config)
+        return None if known is None or precision is None else known.peak_tflops(precision) * 1e12

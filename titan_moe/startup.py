@@ -30,10 +30,23 @@ from titan_moe.sources.record import Listing
 
 
 def claim_run_folder(config: Config, folder: Path, listing: Listing) -> int:
-    """Take the run folder and say in its run.json who trains there, on what; returns the attempt's number."""
-    record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
-    record["data"] = listing.summary()
-    return run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
+    """Have rank 0 take the run folder and say in its run.json who trains there, on what; returns the attempt's number.
+    From then on a watchdog watches all ranks."""
+
+    def claim() -> int:
+        record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
+        record["data"] = listing.summary()
+        return run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
+
+    attempt = runtime.on_rank_0(claim)
+    runtime.start_watchdog(config, folder)
+    return attempt
+
+
+def load_step(config: Config) -> int:
+    """Of the checkpoint to resume from, -1 for the newest: a restart goes on where the first start had come to."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return -1 if restarted else config.checkpoint.load_step
 
 
 def require_memory(config: Config, device: torch.device) -> None:
@@ -62,8 +75,7 @@ def report(
     t = config.training
     batch, microbatches = microbatch_size(config), microbatches_per_step(config, dist.get_world_size())
     tokens_per_step = batch * t.seq_len * dp_degree * microbatches
-    peak = "unknown" if metrics.peak_flops is None else f"{metrics.peak_flops / 1e12:,.0f} bf16 TFLOP/s"
-    logger.info(f"Run folder {folder}, attempt {attempt}; device {metrics.memory.device_name}, peak {peak}")
+    logger.info(f"Run folder {folder}, attempt {attempt}; device {metrics.memory.device_name}, peak {peak(metrics)}")
     logger.info(f"Model {config.model.name} {config.model.flavor}: {total:,} parameters, {active:,} active per token")
     logger.info(f"Parameters {t.dtype}, compute {t.mixed_precision_param}, reduction {t.mixed_precision_reduce}")
     if (
@@ -83,6 +95,13 @@ def report(
         f"Tokens per step: {batch} sequences x {t.seq_len} tokens x {dp_degree} data-parallel ranks x "
         f"{microbatches} microbatches = {tokens_per_step:,}, {tokens_per_step * t.steps:,} in {t.steps} steps"
     )
+
+
+def peak(metrics: Metrics) -> str:
+    """What MFU is a share of."""
+    if metrics.peak_flops is None:
+        return "unknown"
+    return f"{metrics.peak_flops / 1e12:,.0f} {metrics.precision} TFLOP/s"
 
 
 def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:

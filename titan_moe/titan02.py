@@ -220,6 +220,9 @@ CHANGED: dict[str, Change] = {
     "training.debug_moe_force_load_balance": Translated("moe.force_balance", ((False, None), (True, "round_robin"))),
 }
 
+FORMER = {"plan.precision": Renamed("precision.recipe")}
+"""Keys that this trainer had before, and 0.2 never"""
+
 DEFAULTS = {
     "job.dump_folder": "./outputs",
     "model.name": "llama3",
@@ -233,9 +236,10 @@ DEFAULTS = {
 
 
 def change(key: str) -> Change | None:
-    """What is special about a key of a 0.2 file; None for one that is the same, or not of 0.2."""
-    if key in CHANGED:
-        return CHANGED[key]
+    """What is special about a key of a 0.2 file, or of an old one of this trainer; None for one that is the same, or of
+    neither."""
+    if key in CHANGED or key in FORMER:
+        return CHANGED.get(key) or FORMER[key]
     section = key.rpartition(".")[0]
     return CHANGED.get(f"{section}.*")
 

@@ -39,6 +39,7 @@ QWEN3, MIXTRAL = ([f"--model.name={name}", *GQA] for name in ("qwen3", "mixtral"
 SEED_ONLY = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 # The schedule must not follow training.steps where runs of different lengths are compared.
 SCHEDULE_100 = "--lr_scheduler.total_steps=100"
+MOMENTS = ["--optimizer.moments_dtype=bfloat16", SCHEDULE_100]
 # Over doubles of Transformer Engine; in bf16, which NCCL EP is limited to and a CPU is slow in.
 TE = [BF16, "--moe.dispatcher=te_ep", "--moe.experts=te", "--training.steps=3", SCHEDULE_100]
 
@@ -93,6 +94,7 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
 
 def cases_of_1(out: Path) -> dict[str, Case]:
     finished = ["--checkpoint.enable", SCHEDULE_100, f"--job.dump_folder={out / 'extended'}"]
+    moments_folder = f"--job.dump_folder={out / 'moments_extended'}"
     argvs = {
         "one_rank": [],
         "one_rank_no_bias": [BIAS_OFF],
@@ -113,6 +115,9 @@ def cases_of_1(out: Path) -> dict[str, Case]:
         "saved": ["--training.steps=3", "--checkpoint.enable", SCHEDULE_100],
         "extended": ["--training.steps=3", *finished],
         "extended_again": ["--training.steps=6", *finished],
+        "moments": MOMENTS,
+        "moments_extended": [*MOMENTS, "--training.steps=3", "--checkpoint.enable", moments_folder],
+        "moments_extended_again": [*MOMENTS, "--checkpoint.enable", moments_folder],
         "workers": ["--training.steps=3", "--training.dataloader.num_workers=2"],
         "one_rank_tiled": TILED,
         "one_rank_mxfp8": MXFP8,
@@ -150,6 +155,7 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "fsdp2_ep2_losses": [EP2, FULL, *LOSSES],
         "fsdp2_ep2_losses_factor": [EP2, FULL, *LOSSES, "--moe.recv_buffer=1"],
         "fsdp2_whole_batch": ["--training.local_batch_size=4"],
+        "fsdp2_ep2_moments": [EP2, *MOMENTS],
         "fsdp2_ep2_parts": [EP2, *PARTS, "--parallelism.fsdp_reshard_after_forward=always"],
         "fsdp2_ep2_compiled": [EP2, *COMPILED],
         "tp2": [TP2],
@@ -191,7 +197,8 @@ def cases_of_2(out: Path) -> dict[str, Case]:
     }
     few_labels = Case([EP2], few_labels=True)
     overflow = Case([EP2, MTP1, FULL, "--moe.recv_buffer=1.4"], overflow=True)
-    return {name: Case(argv) for name, argv in argvs.items()} | {"few_labels": few_labels, "overflow": overflow}
+    more = {"few_labels": few_labels, "overflow": overflow, "tp2_stops": Case([TP2], stops=True)}
+    return {name: Case(argv) for name, argv in argvs.items()} | more
 
 
 def cases_of_4(out: Path) -> dict[str, Case]:
@@ -230,4 +237,5 @@ def cases_of_4(out: Path) -> dict[str, Case]:
         ),
         "ep2_seed": [EP2, *SEED_ONLY],
     }
-    return {name: Case(argv) for name, argv in argvs.items()}
+    stops = {"pp2_cp2_stops": Case([*pipeline("ZBVZeroBubble"), CP2], stops=True)}
+    return {name: Case(argv) for name, argv in argvs.items()} | stops

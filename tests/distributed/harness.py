@@ -53,6 +53,11 @@ class Outcome:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("passes-*.json"))]
 
     @property
+    def last_steps(self) -> list[int]:
+        """With `stops`: the last step of each rank."""
+        return [int(path.read_text()) for path in sorted(self.folder.glob("last-step-*"))]
+
+    @property
     def step1(self) -> dict[str, Any]:
         return torch.load(self.folder / "step1.pt", weights_only=True)
 
@@ -90,6 +95,7 @@ class Case:
     base: list[str] = field(default_factory=lambda: SMALL_FP32)
     few_labels: bool = False  # hide most labels from data rank 1, and record losses computed directly
     overflow: bool = False  # rank 1's layers.2 lacks rows, once in step 2 and once in validation
+    stops: bool = False  # a stop is asked for just before step 2
 
 
 def run_cases(world_size: int, cases: dict[str, Case], out: Path) -> dict[str, Outcome]:
@@ -102,6 +108,7 @@ def run_cases(world_size: int, cases: dict[str, Case], out: Path) -> dict[str, O
             str(case.train),
             case.few_labels,
             case.overflow,
+            case.stops,
             [*case.base, f"--job.dump_folder={out / name}", *case.argv],
         )
         for name, case in cases.items()

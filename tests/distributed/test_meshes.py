@@ -26,6 +26,7 @@ COMPARED = [
     (2, "fsdp2_ep2_alltoall_selective", "one_rank"),
     (2, "fsdp2_ep2_alltoall_redispatch", "one_rank"),
     (2, "fsdp2_ep2_losses", "one_rank_losses"),
+    (2, "fsdp2_ep2_moments", "moments"),
     (4, "ep4_alltoall", "one_rank"),
     (4, "ep4_nodes_full", "one_rank"),
     (2, "fsdp2_whole_batch", "one_rank"),

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed.cases import EP2, SCHEDULE_100
 from tests.distributed.edits import readme_edits
@@ -48,6 +50,16 @@ def test_a_finished_run_can_be_extended(outcome):
     ]
     assert [record["attempt"] for record in extended.values()] == [1, 1, 1, 2, 2, 2]
     assert [record["tokens_seen"] for record in extended.values()] == [8 * 64 * step for step in range(1, 7)]
+
+
+def test_moments_in_bf16_are_resumed_bit_for_bit(outcome):
+    """3 steps, end, 2 more: torch's optimizers would go on with fp32 moments. The checkpoint has them in bf16."""
+    extended, plain = outcome(1, "moments_extended"), outcome(1, "moments")
+    assert extended.losses == plain.losses and plain.losses[2:] != outcome(1, "uninterrupted").losses[2:5]
+    assert [record["attempt"] for record in extended.metrics.values()] == [1, 1, 1, 2, 2]
+    saved = FileSystemReader(extended.folder / "checkpoint" / "step-5").read_metadata().state_dict_metadata
+    moments = {key: entry for key, entry in saved.items() if key.endswith((".exp_avg", ".exp_avg_sq"))}
+    assert len(moments) > 50 and {entry.properties.dtype for entry in moments.values()} == {torch.bfloat16}
 
 
 def test_data_workers_change_nothing(outcome):
@@ -101,6 +113,15 @@ def test_a_sequence_of_32k_on_two_context_ranks(tmp_path):
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
     record = read_metrics(tmp_path / "run")[1]
     assert record["tokens_seen"] == 32768 and 5 < record["loss"] < 7
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(2, "tp2_stops"), (4, "pp2_cp2_stops")])
+def test_all_ranks_stop_after_the_same_step(outcome, world_size, name):
+    """Rank 0 sees before step 2 that it should stop. So do, in time, ranks of other stages and with the same data as
+    it, which none of the sums over data-parallel ranks joins to it; step 3 is the last for all, and is logged."""
+    stopped = outcome(world_size, name)
+    assert stopped.last_steps == [3] * world_size and list(stopped.metrics) == [1, 2, 3]
+    assert not (stopped.folder / "stop").exists()
 
 
 def test_an_error_on_any_rank_reaches_the_console(tmp_path):

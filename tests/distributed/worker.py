@@ -207,7 +207,9 @@ def load(path: str) -> ModuleType:
     return module
 
 
-def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool, overflow: bool) -> None:
+def run_case(
+    train: ModuleType, argv: list[str], folder: Path, *, few_labels: bool, overflow: bool, stops: bool
+) -> None:
     if any(word.endswith(("=te_ep", "=te", "=te_fused")) for word in argv):
         te_doubles.install()
     recorder = Recorder()
@@ -239,6 +241,8 @@ def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool,
         return scores, ids, all_scores
 
     def counting_step(*args, **kwargs):
+        if stops and recorder.run.progress.step == 2 and dist.get_rank() == 0:
+            (folder / "stop").touch()
         if recorder.gradients is not None:
             return train_step(*args, **kwargs)
         with CountCollectives(recorder.collectives):
@@ -276,6 +280,8 @@ def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool,
     train.build, train.train_step, dist.all_to_all_single = recording_build, counting_step, counting_exchange
     train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward = recording_clip, recording_route
     train.main(argv)
+    if stops:
+        (folder / f"last-step-{dist.get_rank()}").write_text(str(recorder.run.progress.step))
     if few_labels:
         (folder / f"direct-{dist.get_rank()}.json").write_text(json.dumps(direct))
     if recorder.gradients is not None:
@@ -296,12 +302,12 @@ def run_case(train: ModuleType, argv: list[str], folder: Path, few_labels: bool,
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # rank 0 of each case hosts its own store
-    for name, (port, path, few_labels, overflow, argv) in json.loads((out / "cases.json").read_text()).items():
+    for name, (port, path, few_labels, overflow, stops, argv) in json.loads((out / "cases.json").read_text()).items():
         os.environ |= {"RUN_ID": name, "MASTER_PORT": str(port)}
         child = os.fork()
         if child == 0:
             try:
-                run_case(load(path), argv, out / name, few_labels, overflow)
+                run_case(load(path), argv, out / name, few_labels=few_labels, overflow=overflow, stops=stops)
                 runtime.leave_process_group()
             except BaseException:
                 traceback.print_exc()

@@ -23,7 +23,7 @@ EIGHT = "--training.local_batch_size=8"  # microbatches of a pipeline
 ACCUMULATED = "--training.global_batch_size=24"  # 3 microbatches on each of 4 data-parallel ranks
 CASES = {
     "fsdp4_ep2": [EP2, ACCUMULATED, "--compile.enable"],
-    "pp2_1f1b": [PP2, EP2, EIGHT],
+    "pp2_1f1b": [PP2, EP2, EIGHT, "--optimizer.moments_dtype=bfloat16"],
 }
 OTHERS = {
     "full_redispatch": [EP2, FULL, "--moe.redispatch"],

@@ -79,6 +79,7 @@ class TinyRun:
 
     def to_step(self, step: int) -> None:
         """A step of training: all values become `step`."""
+        self.manager.maybe_wait_for_staging()  # as before the optimizer
         self.progress.step = self.progress.tokens_seen = step
         with torch.no_grad():
             self.model.weight.to_local().fill_(step)
@@ -133,7 +134,7 @@ class Job:
         """The next answer of each rank. Raises EOFError if a rank has ended without one."""
         found = []
         for answers in self.answers:
-            assert answers.poll(60), "a rank hangs"
+            assert answers.poll(300), "a rank hangs"
             found.append(answers.recv())
         return found
 
@@ -144,5 +145,5 @@ class Job:
 
     def end(self) -> None:
         for process in self.ranks:
-            process.join(60)
+            process.join(300)
         assert all(process.exitcode is not None for process in self.ranks), "a rank hangs"

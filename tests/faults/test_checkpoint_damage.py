@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from tests.faults.checkpoint_run import Job, TinyRun, join
 from titan_moe import checkpoint_io
@@ -176,6 +178,12 @@ class Malice:
 
     def __reduce__(self):
         return Path.touch, (self.touched,)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_metadata_as_dcp_itself_writes_it_is_read(tmp_path):
+    dcp.save({"a": torch.zeros(2, dtype=torch.bfloat16), "b": {"c": 1}}, checkpoint_id=tmp_path, no_dist=True)
+    assert checkpoint_io.read_metadata(tmp_path).state_dict_metadata.keys() == {"a", "b.c"}
 
 
 def test_metadata_that_calls_something_is_refused(folder, tmp_path):

@@ -209,7 +209,7 @@ def test_a_dataset_on_a_hub_leads_to_nothing_but_itself(told: dict[str, str]) ->
 # ---------------------------------------------------------------------------------------------------------------------
 # Names
 
-BAD_NAMES = ["../elsewhere", "/tmp/elsewhere", "a/b", "..", ".", "a\\nb", "a b", "~", "$HOME"]
+BAD_NAMES = ["../elsewhere", "/tmp/elsewhere", "a/b", "..", ".", "a\nb", "a b", "~", "$HOME"]
 
 
 @pytest.mark.parametrize("run_id", BAD_NAMES)

@@ -81,7 +81,8 @@ def test_mistakes_are_listed_together_with_exit_2(tmp_path):
 
 
 def problems(*overrides: str) -> list[str]:
-    return plan_problems(config_file.load([CONFIG, *overrides]))
+    loaded = config_file.read([CONFIG, *overrides])
+    return loaded.problems or plan_problems(loaded.config)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,14 @@ def problems(*overrides: str) -> list[str]:
         (["--plan.hardware="], "plan.hardware: is not set; choose one of A100"),
         (["--plan.gpus=none"], "plan.gpus: is not set; give the number of GPUs of the whole job"),
         (["--plan.gpus=0"], "plan.gpus = 0: must be at least 1"),
-        (["--plan.hardware=A100", "--plan.precision=mxfp8"], "plan.hardware A100: has no mxfp8 rate; it has bf16"),
+        (
+            ["--plan.hardware=A100", "--precision.recipe=mxfp8"],
+            'precision.recipe = "mxfp8": plan.hardware A100 has no rate of it, so that it would be emulated, which '
+            "saves no time and is not in the planner; A100 has bf16",
+        ),
+        (["--plan.hardware=H100", "--precision.recipe=mxfp8"], "H100 has bf16, fp8_current, fp8_block"),
+        (["--precision.backend=emulated", "--precision.recipe=mxfp8"], 'plan with "auto"'),
+        (["--plan.precision=mxfp8"], "plan.precision was renamed to precision.recipe"),
         (["--moe.recv_buffer=1.5"], "moe.recv_buffer = 1.5: the planner counts the rows that arrive"),
         (["--training.mixed_precision_param=float32"], 'plan with "bfloat16"'),
         (["--plan.gpus=96"], "parallelism.expert_parallel_degree = 64: must divide data_parallel_shard_degree = 96"),

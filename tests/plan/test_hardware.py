@@ -45,6 +45,8 @@ def test_mfu_is_a_share_of_the_precisions_own_peak():
     assert [gb300.peak_tflops(p) for p in ("bf16", "mxfp8", "nvfp4")] == [2500, 5000, 15000]
     with pytest.raises(ValueError, match="A100: has no mxfp8 rate; it has bf16"):
         HARDWARE["A100"].peak_tflops("mxfp8")
+    with pytest.raises(ValueError, match="H100: has no mxfp8 rate; it has bf16, fp8_current, fp8_block"):
+        HARDWARE["H100"].peak_tflops("mxfp8")  # FP8, but no scales inside a contraction
 
 
 def test_custom_hardware(tmp_path):

@@ -225,10 +225,11 @@ def test_recompute_saves_what_the_start_up_report_says(part: str, kind: paramete
 CASE = ["train_configs/debug_model.toml", "--training.dataset=synthetic", "--validation.no_enable"]
 CASE += ["--training.mixed_precision_param=bfloat16"]
 CASE += ["--metrics.no_enable_tensorboard", "--training.local_batch_size=2", "--training.seq_len=256"]
+MOMENTS = "--optimizer.moments_dtype=bfloat16"
 CASES = {
     "selective": ["--activation_checkpoint.mode=selective", "--loss.num_chunks=4"],
     "ep": ["--activation_checkpoint.mode=none", "--parallelism.expert_parallel_degree=2"],
-    "gqa": ["--model.name=qwen3", "--activation_checkpoint.mode=none", "--loss.num_chunks=4"],
+    "gqa": ["--model.name=qwen3", "--activation_checkpoint.mode=none", "--loss.num_chunks=4", MOMENTS],
     "gqa_selective": ["--model.name=mixtral", "--activation_checkpoint.mode=selective"],
     "ep_full": ["--activation_checkpoint.mode=full", "--parallelism.expert_parallel_degree=2"],
 }

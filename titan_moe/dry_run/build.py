@@ -10,6 +10,7 @@ from typing import Any, cast
 from titan_moe.dry_run import gpu  # isort: skip - first: it decides what titan_moe.runtime sees
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -112,10 +113,17 @@ def build(config: Config, world_size: int, rank: int, fake: FakeTensorMode) -> t
         checkpointer=cast(Any, SimpleNamespace(maybe_wait_for_staging=lambda: None)),
         metrics=cast(Any, SimpleNamespace(waiting_for_data=nullcontext, count=lambda tokens: None)),
         progress=progress,
+        stop=cast(Any, SimpleNamespace(sum_over_ranks=sum_over_ranks)),
         replay=Replay("exact", model_parts, gpu.DEVICE),  # an even load overflows nothing
         corruption=CorruptionCheck(config, model_parts, gpu.DEVICE),  # not in step 0, which is all there is
         spmd_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims),
     )
+
+
+def sum_over_ranks(count: Tensor) -> Tensor:
+    """As stop.Stop's, which nobody here can ask to stop."""
+    dist.all_reduce(sums := torch.stack([count, torch.zeros_like(count)]))
+    return sums[0]
 
 
 def place_of(run: train.Run) -> dict[str, int]:

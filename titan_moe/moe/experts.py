@@ -26,6 +26,7 @@ width, I and O input and output width of one GEMM.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -140,6 +141,8 @@ class GroupedGemm(Protocol):
     def wgrad(self, grad_RO: Tensor, x_RI: Tensor) -> Tensor: ...
 
     def blocks(self, width: int) -> list[slice]: ...
+
+    # One that quantizes may have `swiglu(gate_up_R2F, weight_R)` of its own, whose h only its `forward` gets to see.
 
 
 def grouped_gemm(counts_E: Tensor) -> GroupedGemm:
@@ -286,7 +289,8 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx, gate_up_R2F, weight_R, gemm, late, left):
         ctx.gemm, ctx.left = gemm, left
         ctx.save_for_backward(gate_up_R2F, weight_R)
-        return swiglu(gate_up_R2F, None if late else weight_R, gemm)
+        make = gemm.swiglu if hasattr(gemm, "swiglu") else partial(swiglu, gemm=gemm)  # quantized as it is made
+        return make(gate_up_R2F, None if late else weight_R)
 
     @staticmethod
     @once_differentiable

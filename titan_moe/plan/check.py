@@ -4,6 +4,7 @@ from titan_moe.config import Config
 from titan_moe.config_check import check
 from titan_moe.config_print import literal
 from titan_moe.plan import hardware
+from titan_moe.precision.recipes import RECIPES
 
 
 def plan_problems(config: Config) -> list[str]:
@@ -12,10 +13,7 @@ def plan_problems(config: Config) -> list[str]:
     if not plan.hardware:
         found.append(f"plan.hardware: is not set; choose one of {', '.join(hardware.HARDWARE)}, {hardware.REMEDY}")
     else:
-        try:
-            hardware.resolve(plan.hardware).peak_tflops(plan.precision)
-        except ValueError as error:
-            found.append(f"plan.{error}")
+        found += _rates(config)
     if config.training.mixed_precision_param != "bfloat16":
         found.append(
             f'training.mixed_precision_param = "{config.training.mixed_precision_param}": has no rates in the planner; '
@@ -26,7 +24,26 @@ def plan_problems(config: Config) -> list[str]:
             f"moe.recv_buffer = {literal(config.moe.recv_buffer)}: the planner counts the rows that arrive, not room "
             'for more of them; plan with "exact"'
         )
+    if config.precision.backend == "emulated" and config.precision.recipe in RECIPES:
+        found.append(
+            'precision.backend = "emulated": saves no time, and what it costs is not in the planner; plan with "auto"'
+        )
     if plan.gpus is None:
         found.append("plan.gpus: is not set; give the number of GPUs of the whole job, as in --plan.gpus=256")
         return found
     return found + check(config, plan.gpus)
+
+
+def _rates(config: Config) -> list[str]:
+    """Whether the planner has rates of the GPU, and in the precision of the run."""
+    try:
+        planned = hardware.resolve(config.plan.hardware)
+    except ValueError as error:
+        return [f"plan.{error}"]
+    recipe = config.precision.recipe
+    if recipe not in RECIPES or recipe in planned.precisions:
+        return []
+    return [
+        f'precision.recipe = "{recipe}": plan.hardware {planned.name} has no rate of it, so that it would be emulated, '
+        f"which saves no time and is not in the planner; {planned.name} has {', '.join(planned.precisions)}"
+    ]

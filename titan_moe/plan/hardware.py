@@ -20,6 +20,8 @@ its 200 GB/s are seen). Usable memory of GB200 and GB300 is what the driver repo
 
 Architecture = Literal["ampere", "hopper", "blackwell", "blackwell_ultra", "cdna3", "cdna4"]
 Precision = Literal["bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]
+MX: tuple[Architecture, ...] = ("blackwell", "blackwell_ultra", "cdna4")
+"""Whose tensor cores take a scale for 32 numbers along the contraction"""
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
 
@@ -32,7 +34,7 @@ class Hardware:
     """Whose kernel efficiencies hold for it (kernels.py)"""
     bf16_tflops: float
     fp8_tflops: float = 0.0
-    """Also MXFP8; 0: not supported"""
+    """Also MXFP8, where the architecture has it; 0: not supported"""
     fp4_tflops: float = 0.0
     """0: not supported"""
     hbm_gb: float
@@ -49,13 +51,18 @@ class Hardware:
     """GEMM speed under full load over that of other GPUs with the same peak. Full load is bound by power, and clocks
     follow its cube root: B300 has 1.1 times B200's, GB300 1.4 / 1.2 kW = 1.17 times GB200's"""
 
+    @property
+    def precisions(self) -> list[Precision]:
+        """Those that it has a rate of."""
+        rates = {"bf16": self.bf16_tflops, "nvfp4": self.fp4_tflops}
+        rates["mxfp8"] = self.fp8_tflops if self.architecture in MX else 0.0
+        return [precision for precision in PRECISIONS if rates.get(precision, self.fp8_tflops)]
+
     def peak_tflops(self, precision: Precision) -> float:
         """The dense peak that MFU in this precision is a share of."""
-        peak = {"bf16": self.bf16_tflops, "nvfp4": self.fp4_tflops}.get(precision, self.fp8_tflops)
-        if not peak:
-            has = [p for p in PRECISIONS if p == "bf16" or (self.fp4_tflops if p == "nvfp4" else self.fp8_tflops)]
-            raise ValueError(f"hardware {self.name}: has no {precision} rate; it has {', '.join(has)}")
-        return peak
+        if precision not in self.precisions:
+            raise ValueError(f"hardware {self.name}: has no {precision} rate; it has {', '.join(self.precisions)}")
+        return {"bf16": self.bf16_tflops, "nvfp4": self.fp4_tflops}.get(precision, self.fp8_tflops)
 
 
 def _table(*rows: tuple) -> dict[str, Hardware]:

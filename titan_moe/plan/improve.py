@@ -53,7 +53,7 @@ def variants(job: Job) -> Iterator[tuple[str, Job]]:
         yield "CUDA graphs of the whole step", replace(job, graphs="full")
     if job.precision == "bf16" and job.hardware.fp8_tflops:
         low = "mxfp8" if job.hardware.architecture in ("blackwell", "blackwell_ultra", "cdna4") else "fp8_current"
-        yield f"{low} GEMMs", replace(job, precision=low)
+        yield f'precision.recipe = "{low}"', replace(job, precision=low)
     if job.recompute_mode != "none" or job.recompute:
         yield "no recompute", replace(job, recompute_mode="none", recompute=frozenset())
     if job.routing == "natural":

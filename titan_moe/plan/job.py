@@ -7,7 +7,7 @@ change if" is `dataclasses.replace` and another prediction.
 Imports neither torch nor torchtitan.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,10 +15,13 @@ from titan_moe.config import Config
 from titan_moe.config_check import data_parallel_degree, model_flavor
 from titan_moe.flavors import Flavor
 from titan_moe.mesh_check import microbatch_size, sequences_per_step
+from titan_moe.optimizer_check import moments_dtype
 from titan_moe.pipeline_layout import pipeline_layout
 from titan_moe.plan import stages as stage_layout
 from titan_moe.plan.hardware import Hardware, Precision
+from titan_moe.plan.parameters import Kind
 from titan_moe.plan.stages import Stage
+from titan_moe.precision import layers
 
 Routing = Literal["natural", "balanced_random", "round_robin"]
 Overlap = Literal["none", "1f1b", "1f1b_delayed_wgrad", "dualpipe"]
@@ -50,6 +53,11 @@ class Job:
     hardware: Hardware
     gpus: int
     precision: Precision
+    low_precision: frozenset[str] | None = None
+    """Linear layers that are in `precision`, by their names in precision/layers.py and "experts"; the others are in
+    BF16. None: all but the output head, as in published runs"""
+    kept_layers: frozenset[int] = frozenset()
+    """Layers that are in BF16 whatever `precision` is; MTP layers have the numbers behind the others"""
     global_batch_size: int
     """Sequences per optimizer step"""
     micro_batch_size: int
@@ -155,6 +163,24 @@ class Job:
     def num_mtp_layers(self) -> int:
         return sum(stage.mtp for stage in self.stages)
 
+    def precision_of(self, linears: Iterable[str]) -> Precision:
+        """What a GEMM over these linear layers at once computes in: the low precision only if it holds for each."""
+        if self.low_precision is None:
+            low = "lm_head" not in linears
+        else:
+            low = self.low_precision.issuperset(linears)
+        return self.precision if low else "bf16"
+
+    def kept_in(self, index: int) -> dict[Kind, int]:
+        """How many layers of each kind in a stage are left in BF16."""
+        before, stage = self.stages[:index], self.stages[index]
+        first, first_mtp = sum(s.dense + s.moe for s in before), self.model.n_layers + sum(s.mtp for s in before)
+        starts: dict[Kind, int] = {"dense": first, "moe": first + stage.dense, "mtp": first_mtp}
+        return {
+            kind: len(self.kept_layers.intersection(range(start, start + getattr(stage, kind))))
+            for kind, start in starts.items()
+        }
+
     def stage_indices(self, rank: int) -> list[int]:
         """Places in `stages` of what one pipeline rank holds: every pp-th, or with a V-shaped schedule one from each
         end."""
@@ -175,12 +201,12 @@ class Job:
         return job_from_row(row)
 
     @staticmethod
-    def from_config(config: Config, gpus: int, hardware: Hardware, precision: Precision = "bf16") -> "Job":
+    def from_config(config: Config, gpus: int, hardware: Hardware) -> "Job":
         """The run that `gpus` processes would make of this trainer's `config`. Raises the trainer's own errors."""
-        return _from_config(config, gpus, hardware, precision)
+        return _from_config(config, gpus, hardware)
 
 
-def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Precision) -> Job:
+def _from_config(config: Config, gpus: int, hardware: Hardware) -> Job:
     from titan_moe.config_file import raise_on_problems  # needs tomli, which reading published runs does not
 
     raise_on_problems(config, gpus)
@@ -189,13 +215,17 @@ def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Preci
     replicate, shard = data_parallel_degree(config, gpus)
     counts = pipeline_layout(config, model).layers if pp > 1 else [model.n_layers]
     auto = "local" if p.expert_parallel_degree == 1 else "dedup"
-    ac = config.activation_checkpoint
+    ac, q = config.activation_checkpoint, config.precision
+    low, _ = layers.named(q.linears, layers.linears(model))
+    low |= {"experts"} if q.experts else set()
     return Job(
         model=model,
         model_name=f"{config.model.name} {config.model.flavor}",
         hardware=hardware,
         gpus=gpus,
-        precision=precision,
+        precision="bf16" if q.recipe is None or q.recipe == "fp32" else q.recipe,
+        low_precision=frozenset(low),
+        kept_layers=layers.kept_layers(q.keep_high_precision_layers, model.n_layers, model.num_mtp_layers),
         global_batch_size=sequences_per_step(config, gpus),
         micro_batch_size=microbatch_size(config),
         seq_len=config.training.seq_len,
@@ -221,10 +251,11 @@ def _from_config(config: Config, gpus: int, hardware: Hardware, precision: Preci
         routing="natural" if config.moe.force_balance == "none" else config.moe.force_balance,
         early_weighting=config.moe.weighting == "early",
         redispatch=config.moe.redispatch,
+        fused_grouped_mlp=config.moe.experts == "te_fused",
         overlap="dualpipe" if p.pipeline_parallel_schedule == "DualPipeV" else "none",
         release="titan",
         param_dtype=config.training.dtype,
         grad_dtype=config.training.dtype,
-        moment_dtype=config.training.dtype,
+        moment_dtype=moments_dtype(config),
         loss_chunks=config.loss.num_chunks,
     )

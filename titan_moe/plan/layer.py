@@ -18,6 +18,7 @@ from typing import Literal
 from titan_moe.flavors import Flavor
 from titan_moe.plan import kernels
 from titan_moe.plan.constants import Constants
+from titan_moe.plan.hardware import Precision
 from titan_moe.plan.job import Job
 from titan_moe.plan.profiles import Software
 from titan_moe.plan.traffic import IMBALANCE, unique_places
@@ -28,6 +29,25 @@ Phase = Literal["forward", "backward", "wgrad"]
 
 ALIGNMENT = {"bf16": 16, "fp8_current": 16, "fp8_block": 128, "mxfp8": 128, "nvfp4": 128}
 """Rows of an expert are padded to a multiple of this: half of it on average"""
+
+
+MADE_OF = {
+    "q": ("attention.wq",),
+    "q down": ("attention.wq_a",),
+    "q up": ("attention.wq_b",),
+    "kv down": ("attention.wkv_a",),
+    "kv up": ("attention.wkv_b",),
+    "attention qkv": ("attention.wq", "attention.wkv"),
+    "attention out": ("attention.wo",),
+    "MLP gate and up": ("feed_forward.w1", "feed_forward.w3"),
+    "MLP down": ("feed_forward.w2",),
+    "experts gate and up": ("experts",),
+    "experts down": ("experts",),
+    "shared gate and up": ("shared_experts.w1", "shared_experts.w3"),
+    "shared down": ("shared_experts.w2",),
+    "MTP projection": ("eh_proj",),
+}
+"""The model's linear layers that a GEMM computes, by their names in precision/layers.py"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +74,10 @@ class Linear:
     groups: int = 1
     source: Literal["norm", "swiglu", "other"] = "other"
 
+    def precision(self, job: Job) -> Precision:
+        """What it computes in, in a layer that is not left in BF16 as a whole."""
+        return job.precision_of(MADE_OF[self.name])
+
 
 def layer_kernels(job: Job, kind: Kind, software: Software, c: Constants) -> list[Kernel]:
     """All kernels of one layer, forward and backward."""
@@ -73,7 +97,7 @@ def linears(job: Job, kind: Kind) -> list[Linear]:
             Linear("MLP down", "shared", hidden, f.dim, T, source="swiglu"),
         ]
     e = f.num_experts // job.ep
-    rows = job.tokens * f.top_k / e * IMBALANCE[job.routing] + ALIGNMENT[job.precision] / 2
+    rows = job.tokens * f.top_k / e * IMBALANCE[job.routing] + ALIGNMENT[job.precision_of(["experts"])] / 2
     found += [
         Linear("experts gate and up", "experts", f.dim, 2 * f.moe_hidden_dim, rows, e),
         Linear("experts down", "experts", f.moe_hidden_dim, f.dim, rows, e, source="swiglu"),
@@ -134,7 +158,7 @@ class _Builder:
 
     # GEMMs, and the quantization of their inputs and output gradients
     def _linear(self, at: Linear) -> Iterator[Kernel]:
-        hw, c, precision = self.job.hardware, self.c, self.job.precision
+        hw, c, precision = self.job.hardware, self.c, at.precision(self.job)
         grouped = at.block == "experts"
         part = "grouped_gemm" if grouped else "dense_gemm"
         one_launch = self._one_launch(at)
@@ -157,7 +181,7 @@ class _Builder:
         return at.groups == 1 or self.software.grouped_launch or self.job.fused_grouped_mlp
 
     def _quantize(self, at: Linear, again: float) -> Iterator[Kernel]:
-        precision, software = self.job.precision, self.software
+        precision, software = at.precision(self.job), self.software
         fused_mlp = at.block == "experts" and self.job.fused_grouped_mlp
         x, dy = at.rows * at.groups * at.k, at.rows * at.groups * at.n
         x_free, dy_free = fused_mlp and at.source == "swiglu", fused_mlp and at.source == "norm"

@@ -33,6 +33,7 @@ from titan_moe import te_ep_check
 from titan_moe.plan import activations, nccl_ep, schedule, traffic
 from titan_moe.plan.activations import GPU, Kernels
 from titan_moe.plan.job import Job
+from titan_moe.plan.layer import linears
 from titan_moe.plan.parameters import REPLICATED_BY_TP, Kind, of_embedding, of_head, of_layer
 from titan_moe.plan.stages import Stage
 
@@ -211,9 +212,14 @@ def _gathered(job: Job, stages: list[Stage]) -> list[Entry]:
         Entry("unreduced gradients", "gradients of a layer, BF16", 2 * unit),
         Entry("unreduced gradients", "gradient reduction buffer, FP32", 4 * unit),
     ]
-    if job.precision != "bf16":
-        entries.append(Entry("gathered parameters", "low-precision copies", FP8_WEIGHT_BYTES * min(2, number) * unit))
+    low = max((_low_precision_weights(job, kind) for kind, n in _layers(stages).items() if n), default=0.0)
+    entries.append(Entry("gathered parameters", "low-precision copies", FP8_WEIGHT_BYTES * min(2, number) * low))
     return entries
+
+
+def _low_precision_weights(job: Job, kind: Kind) -> float:
+    """Weights of a layer that are quantized, before FSDP cuts them."""
+    return sum(w.k * w.n * w.groups for w in linears(job, kind) if w.precision(job) != "bf16")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

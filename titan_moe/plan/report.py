@@ -41,7 +41,7 @@ def make(config: Config, name: str) -> Plan:
         raise ConfigError(name, problems)
     assert config.plan.gpus is not None
     try:
-        job = Job.from_config(config, config.plan.gpus, hardware.resolve(config.plan.hardware), config.plan.precision)
+        job = Job.from_config(config, config.plan.gpus, hardware.resolve(config.plan.hardware))
     except ValueError as error:  # a layout that training does not check yet
         raise ConfigError(name, [str(error)]) from error
     return of_job(job)

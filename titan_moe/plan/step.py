@@ -10,7 +10,7 @@ kernels; while the pipeline fills and drains there is nothing to hide behind.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from titan_moe.plan import collectives, flops, kernels, overlap, profiles, schedule, traffic
 from titan_moe.plan import constants as constants_file
@@ -33,6 +33,8 @@ NEVER_HIDDEN = 0.05
 """Share of them that no window hides: the first and the last bucket"""
 OPTIMIZER_BYTES = 30.0
 """Per parameter of the shard: FP32 weights and two moments read and written, gradient read, BF16 written"""
+WIDENING_BYTES = 24.0
+"""More with BF16 moments (adamw.py): each is read and written as BF16 and as FP32 besides"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +95,15 @@ def tokens_per_s(job: Job, software: Software | None = None, c: Constants | None
 
 def step_parts(job: Job, software: Software, c: Constants) -> dict[str, float]:
     """Seconds of one step by cause."""
-    layers = {kind: overlap.layer_time(job, kind, software, c) for kind in KINDS if _count(job, kind)}
+    layers = {(kind, False): overlap.layer_time(job, kind, software, c) for kind in KINDS if _count(job, kind)}
+    if job.kept_layers:
+        high = replace(job, precision="bf16", kept_layers=frozenset())
+        layers |= {(kind, True): overlap.layer_time(high, kind, software, c) for kind, _ in layers}
     embedding, head = _embedding(job, c), _head(job, c)
     stages: list[list[LayerTime]] = []
-    for stage in job.stages:
-        held = [layers[kind] for kind in layers for _ in range(getattr(stage, kind))]
+    for index, stage in enumerate(job.stages):
+        kept = job.kept_in(index)
+        held = [layers[kind, i < kept[kind]] for kind in KINDS for i in range(getattr(stage, kind))]
         held += [embedding] * stage.embedding + [head] * (stage.head * (1 + job.num_mtp_layers))
         stages.append(held)
     alone = sum(t.forward + t.backward for held in stages for t in held)
@@ -155,10 +161,11 @@ def _embedding(job: Job, c: Constants) -> LayerTime:
 
 
 def _head(job: Job, c: Constants) -> LayerTime:
-    """Logits (BF16 whatever the precision) and cross-entropy."""
+    """Logits and cross-entropy."""
     rows, vocab = job.tokens * job.tp, job.model.vocab_size / job.tp
+    precision = job.precision_of(["lm_head"])
     forward, dgrad, wgrad = (
-        kernels.gemm_seconds(job.hardware, "bf16", phase, rows, vocab, job.model.dim, c) for phase in kernels.PHASES
+        kernels.gemm_seconds(job.hardware, precision, phase, rows, vocab, job.model.dim, c) for phase in kernels.PHASES
     )
     loss = rows * vocab * LOGIT_BYTES / 2 / kernels.hbm_bytes_per_s(job.hardware, c)
     parts = {"dense_gemm": forward + dgrad + wgrad, "elementwise": 2 * loss}
@@ -217,7 +224,8 @@ def _optimizer(job: Job, c: Constants) -> float:
     dense, experts = rank_weights(job)
     shard = dense / (job.dp * job.cp) + experts / job.edp
     clear_and_norm = 8.0 * (dense + experts) if job.sharding == "zero1" else 8.0 * shard
-    return (OPTIMIZER_BYTES * shard + clear_and_norm) / kernels.hbm_bytes_per_s(job.hardware, c)
+    each = OPTIMIZER_BYTES + WIDENING_BYTES * (job.moment_dtype != job.param_dtype and job.sharding == "fsdp")
+    return (each * shard + clear_and_norm) / kernels.hbm_bytes_per_s(job.hardware, c)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ An element format is a grid. Between 2^e and 2^(e+1) its numbers are 2^(e-M) apa
 below its least normal exponent they are as far apart as just above it. So rounding needs one thing of a number y, the
 power of two below it. `round_` takes that from y's bits, p, and lets the fp32 adder round: in y + 1.5 x 2^(23-M) p the
 last bit of the sum weighs 2^-M p, so the sum is y rounded to the grid, to nearest and ties to even, and subtracting the
-same again is exact. Five passes over memory that vectorize everywhere; torch's float8 casts go number by number on a
-CPU and take four times as long.
+same again is exact. Five passes over memory that vectorize everywhere; torch's float8 casts there and back go number by
+number on a CPU and take several times as long.
 
 Scales come in pairs: `encode`, which elements are multiplied with before they are rounded, and `decode`, which takes
 them back and is what a tensor stores. The arithmetic is Transformer Engine 2.20.2's, step for step, in fp32, because
@@ -18,7 +18,8 @@ where a scale falls on the one or the other side of a rounding decides about a w
   the power of two below amax divided by the one below limit instead: half as much where amax lies above the limit times
   a power of two, and there the largest elements saturate, by up to an eighth of their value;
 - E4M3 (`e4m3_scale`): decode is relative to a scale of the whole tensor, which is chosen so that the largest block gets
-  the largest decode, 448. Rounded to nearest, it may let elements overflow, which saturate.
+  the largest decode, 448. Rounded to nearest, it may let elements overflow, which saturate; nor can chance make up for
+  that: the mean of such an element is the largest one.
 
 What happens to numbers that are none: NaN elements stay NaN in E4M3 and E5M2; E2M1 has none and stores its largest
 number, as the hardware does, but the scales do not hide it: a NaN makes the amax NaN, and that makes E8M0 and E4M3
@@ -27,7 +28,6 @@ Infinity saturates. In E8M0 blocks it comes back as infinity, under two levels a
 power-of-two scale is 1 then, and infinity becomes the largest element: that is what Transformer Engine does.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -35,8 +35,9 @@ from torch import Tensor
 
 FP32_MAX = torch.finfo(torch.float32).max
 EXPONENT_BITS = 0x7F800000  # of an fp32 number
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Transformer Engine's signs of the "random" Hadamard transform, drawn once for all (nvfp4_tensor.py)"""
+SIGNS = 0b1101_0111_1110_1000
+"""Signs of the "random" Hadamard transform, drawn once for all by Transformer Engine (nvfp4_tensor.py): bit i is set
+where row i is negative"""
 
 
 class Element(NamedTuple):
@@ -50,7 +51,6 @@ class Element(NamedTuple):
 
 ELEMENTS = {"e4m3": Element(3, -6, 448.0), "e5m2": Element(2, -14, 57344.0), "e2m1": Element(1, 0, 6.0)}
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def round_(y: Tensor, element: Element, chance: Tensor | None = None) -> Tensor:
@@ -84,8 +84,9 @@ def encode_e2m1(values: Tensor) -> Tensor:
 
 def decode_e2m1(codes: Tensor) -> Tensor:
     """fp32 numbers of 4-bit E2M1 codes, uint8."""
-    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
-    return table[codes.long()]
+    magnitude = (codes & 7).int()
+    halves = torch.where(magnitude < 2, magnitude, (2 + (magnitude & 1)) << ((magnitude >> 1) - 1).clamp(min=0))
+    return torch.where(codes >= 8, -1.0, 1.0) * (halves / 2)
 
 
 def tensor_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -127,14 +128,17 @@ def two_level_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     return torch.where((amax == 0) | (encode == 0), 1.0, encode), amax * (1 / top)
 
 
-@functools.lru_cache
 def hadamard_matrix(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The orthonormal `size` x `size` matrix diag(signs) H / sqrt(size), H the Sylvester Hadamard matrix."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.tensor(SIGNS, dtype=torch.float32)
-    return (signs[:, None] * matrix / size**0.5).to(device, dtype)
+    """The orthonormal `size` x `size` matrix diag(signs) H / sqrt(size), for sizes up to 16. H is Sylvester's Hadamard
+    matrix: -1 where i and j have an odd number of bits in common, else 1.
+
+    Made on the device, because a copy from the host would be waited for, and anew each time, because a fake tensor that
+    was kept would meet real ones.
+    """
+    index = torch.arange(size, device=device)
+    common = index[:, None] & index
+    odd = (common ^ common >> 1 ^ common >> 2 ^ common >> 3 ^ (SIGNS >> index)[:, None]) & 1
+    return (1 - 2 * odd).to(dtype) * size**-0.5
 
 
 def hadamard(x: Tensor, size: int, axis: int) -> Tensor:

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from titan_moe.moe.experts import GroupedGemm
+from titan_moe.moe.experts import GroupedGemm, swiglu
 from titan_moe.precision import noise
 from titan_moe.precision.once import once
 from titan_moe.precision.quantize import Groups, Quantized, RoundTrip, quantize, round_trip
@@ -73,9 +74,22 @@ class QuantizedGemm:
     ) -> None:
         self.gemm, self.recipe, self.groups = gemm, recipe, groups
         self.keeps_input = keeps_input
+        self.made: StorageWeakRef | None = None  # memory of the last result of `swiglu`, if that is quantized
+
+    def swiglu(self, gate_up_R2F: Tensor, weight_R: Tensor | None) -> Tensor:
+        """h for `forward`, quantized already where one kernel does both."""
+        kernels = _kernels(gate_up_R2F[:, ::2], self.recipe.forward_x)
+        if kernels is None:
+            return swiglu(gate_up_R2F, weight_R, self)
+        h_RF = kernels.swiglu_round_trip(gate_up_R2F, weight_R)
+        self.made = StorageWeakRef(h_RF.untyped_storage())
+        return h_RF
 
     def forward(self, x_RI: Tensor, w_EOI: Tensor) -> Tensor:
-        x = once(x_RI, (self.recipe.forward_x, -1), partial(self._rows, x_RI, self.recipe.forward_x, -1))
+        if self.made is not None and self.made == StorageWeakRef(x_RI.untyped_storage()):
+            x = RoundTrip(x_RI, None)
+        else:
+            x = once(x_RI, (self.recipe.forward_x, -1), partial(self._rows, x_RI, self.recipe.forward_x, -1))
         w = _operand(w_EOI, self.recipe.forward_w, -1)
         return self._scaled(self.gemm.forward(x.values, w.values), x.factor, w.factor)
 
@@ -113,6 +127,8 @@ class QuantizedGemm:
 
     def _stored(self, x_RI: Tensor, fmt: Format) -> Quantized:
         assert not fmt.stochastic, "only gradients are rounded by chance"
+        if kernels := _kernels(x_RI, fmt):
+            return kernels.quantize(x_RI, -2)
         x_RI, groups = _filled(x_RI, fmt, -2, self.groups)
         return quantize(x_RI, fmt, -2, groups=groups)
 
@@ -135,9 +151,20 @@ def _operand(
     x: Tensor, fmt: Format, axis: int, groups: Groups | None = None, chance: torch.Generator | None = None
 ) -> RoundTrip:
     """`round_trip` of x, whatever its sizes."""
+    if kernels := _kernels(x, fmt):
+        return RoundTrip(kernels.round_trip(x, axis), None)
     filled, groups = _filled(x, fmt, axis, groups)
     values, factor = round_trip(filled, fmt, axis, groups=groups, generator=chance)
     return RoundTrip(_cut(values, fmt, axis, x.shape), factor)
+
+
+def _kernels(x: Tensor, fmt: Format) -> Any:
+    """The module of Triton kernels, where they do what quantize.py would do to x."""
+    if not x.is_cuda:
+        return None
+    from titan_moe.precision import triton_quantize  # Triton comes with torch where torch has GPUs
+
+    return triton_quantize if triton_quantize.takes(x, fmt) else None
 
 
 def _again(

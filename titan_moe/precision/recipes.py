@@ -6,11 +6,13 @@ A linear layer y = x w^T has three GEMMs, and each contracts another axis:
     dgrad     dx_RI = g_RO  w_OI       over O: g along O, w along O
     wgrad     dw_OI = g_RO^T x_RI      over R: g along R, x along R
 
-Block scales must lie along the contracted axis, or a dot product could not take them out of its partial sums. So x, w
-and g are each quantized twice, from the high-precision tensor both times, and the two results differ.
+Scales of a run of numbers must lie along the contracted axis, or a dot product could not take them out of its partial
+sums. So x, w and g are each quantized twice, from the high-precision tensor both times, and the two results differ.
+Only a scale per tensor or per square block serves both.
 
 The recipes are Transformer Engine 2.20.2's with their defaults (transformer_engine/common/recipe/__init__.py):
-Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling and NVFP4BlockScaling.
+Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling and NVFP4BlockScaling. How scales are computed and rounded
+is in formats.py; that of MXFP8 differs from the OCP specification.
 """
 
 from dataclasses import dataclass
@@ -55,9 +57,11 @@ class Recipe:
     wgrad_g: Format
     wgrad_x: Format
     alignment: int
-    """Slabs of rows must be multiples of this, so that no scale along the rows spans two experts"""
+    """Slabs of rows must be multiples of this, so that no scale along the rows spans two experts. Transformer Engine's
+    kernels want more: 16 with one scale per tensor, and 128 for nvfp4 and whenever sizes stay on the device"""
     multiple: int
-    """Input and output widths of a linear layer must be multiples of this"""
+    """Input and output widths of a linear layer must be multiples of this, as GEMMs of GPUs want. A last block that is
+    not full is filled up with zeros (gemm.py)"""
 
 
 def _recipe(name: str, x: Format, w: Format, g: Format, alignment: int, multiple: int) -> Recipe:

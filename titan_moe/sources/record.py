@@ -151,8 +151,8 @@ def _digests(files: Sequence[File]) -> dict[str, str]:
 def save(listing: Listing, folder: Path) -> None:
     """Write the record into the run folder: whole, or not at all."""
     temporary = folder / f"{FILE_NAME}.tmp"
-    record = {"sources": listing.summary(), "files": listing.files, "written": listing.written}
-    record["settings"] = listing.settings
+    record: dict[str, Any] = {"sources": listing.summary(), "settings": listing.settings}
+    record |= {"files": listing.files, "written": listing.written}
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, folder / FILE_NAME)
 

@@ -1,0 +1,143 @@
+"""Kernels and bytes of SwiGLU with its quantization to MXFP8, as steps of torch and as one Triton kernel: a table.
+
+    python benchmarks/fused_quantize.py [--rows 4096] [--hidden 2048] [--device cpu]
+
+What is counted is what the emulated backend does between the two GEMMs of its experts: gate and up, [R, 2F] in bf16, to
+h, [R, F], as MXFP8 stands for it in bf16; and what it does to any operand, x [R, F] to the same, and to the tensor that
+is stored, with blocks along the rows. For each operation that torch runs (views apart) the bytes are those of all
+tensors that go in and come out; each is a kernel on a GPU. The Triton kernel's are what it loads and stores. On a GPU
+the median time is there too, which a CPU, where the kernel only runs in Triton's interpreter, has nothing to say about.
+
+Shape letters: R rows of the padded slabs, F expert hidden width.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+if not any(word.endswith("cuda") for word in sys.argv):
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read as Triton is imported
+import titan_moe.runtime  # noqa: F401  isort: skip - before torchtitan: it tells torchtitan about CPUs
+
+import torch
+from gpu_experts import milliseconds
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan_moe.moe import experts
+from titan_moe.precision import quantize, triton_quantize
+from titan_moe.precision.triton_quantize import BLOCK, FORMAT
+
+
+class Count(TorchDispatchMode):
+    """Operations that touch memory, and the bytes that go in and come out of them."""
+
+    kernels = moved = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        read = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        memory = {tensor.untyped_storage().data_ptr() for tensor in read}
+        views = not func._schema.is_mutable and all(t.untyped_storage().data_ptr() in memory for t in made)
+        if made and not views and "empty" not in func.name():
+            read = read[1:] if func.name().startswith("aten::copy_") else read  # its first argument is only written
+            self.kernels += 1
+            self.moved += sum(tensor.nbytes for tensor in [*read, *made])
+        return out
+
+
+class OnePiece:
+    """What `swiglu` asks a GEMM: all rows at once, as on a GPU."""
+
+    def blocks(self, width: int) -> list[slice]:
+        return [slice(None)]
+
+
+def cases(R: int, F: int, device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any], int]]:
+    """Name -> (by torch, by the kernel, bytes that the kernel moves)."""
+    generator = torch.Generator(device).manual_seed(0)
+    gate_up_R2F = torch.randn(R, 2 * F, generator=generator, device=device).bfloat16()
+    x_RF, weight_R = gate_up_R2F[:, :F].contiguous(), torch.rand(R, generator=generator, device=device)
+    number = R * F
+
+    def swiglu_by_steps() -> Tensor:
+        h_RF = experts.swiglu(gate_up_R2F, weight_R, OnePiece())
+        return quantize.round_trip(h_RF, FORMAT, -1).values
+
+    return {
+        "SwiGLU, then MXFP8 along F": (
+            swiglu_by_steps,
+            lambda: triton_quantize.swiglu_round_trip(gate_up_R2F, weight_R),
+            2 * 2 * number + 4 * R * -(-F // triton_quantize.TILE_COLUMNS) + 2 * number,
+        ),
+        "MXFP8 along F": (
+            lambda: quantize.round_trip(x_RF, FORMAT, -1).values,
+            lambda: triton_quantize.round_trip(x_RF, -1),
+            2 * number + 2 * number,
+        ),
+        "MXFP8 along R, stored": (
+            lambda: quantize.quantize(x_RF, FORMAT, -2),
+            lambda: triton_quantize.quantize(x_RF, -2),
+            2 * number + number + number // BLOCK,
+        ),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--device", default="cpu")
+    chosen = parser.parse_args(arguments)
+    R, F = chosen.rows, chosen.hidden
+    print(f"[R, F] = [{R:,}, {F:,}]; bytes per number of [R, F]")
+    print("| what | kernels | bytes | with Triton: kernels | bytes | ms | with Triton: ms |")
+    print("|---|---|---|---|---|---|---|")
+    for name, (by_torch, by_kernel, moved) in cases(R, F, chosen.device).items():
+        with Count() as count:
+            expected = by_torch()
+        found, launches = watched(by_kernel)
+        assert moved_by(launches) == moved, "the formula and the tensors differ"
+        if isinstance(found, Tensor):
+            assert (found != expected).double().mean() < 1e-3
+        times = ["", ""]
+        if chosen.device == "cuda":
+            times = [f"{milliseconds(run, 'cuda'):.3f}" for run in (by_torch, by_kernel)]
+        each = [f"{size / (R * F):.1f}" for size in (count.moved, moved)]
+        print(f"| {name} | {count.kernels} | {each[0]} | {len(launches)} | {each[1]} | {' | '.join(times)} |")
+
+
+def watched(run: Callable[[], Any]) -> tuple[Any, list[tuple]]:
+    """What `run` returns, and what the kernel was launched with."""
+    launches: list[tuple] = []
+    launch = triton_quantize._launch
+
+    def noting(*args, **kwargs) -> None:
+        launches.append(args)
+        launch(*args, **kwargs)
+
+    triton_quantize._launch = noting
+    try:
+        return run(), launches
+    finally:
+        triton_quantize._launch = launch
+
+
+def moved_by(launches: list[tuple]) -> int:
+    """Bytes of the tensors that launches take and make; a row's weight is loaded by every tile of it."""
+    total = 0
+    for x, weight_R, out, scale in launches:
+        tiles = -(-out.shape[-1] // triton_quantize.TILE_COLUMNS)
+        total += x.nbytes + out.nbytes + (0 if weight_R is None else tiles * weight_R.nbytes)
+        total += 0 if scale is None else scale.nbytes
+    return total
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
