@@ -250,6 +250,13 @@ CASES = [
     case(f"{TE_EP}\ntraining.seq_len = 16384\ntraining.local_batch_size = 1\nmodel.max_seq_len = 16384", world=2),
     case('moe.experts = "te"'),
     case('moe.experts = "te_fused"'),
+    case(f'{TE_EP}\nmoe.te_ep_payload = "mxfp8"\ntraining.local_batch_size = 1\ntraining.seq_len = 68', world=2),
+    case('moe.te_ep_payload = "mxfp8"'),
+    # low precision by Transformer Engine
+    case('[precision]\nrecipe = "mxfp8"\nbackend = "te"\n[plan]\nhardware = "H100"'),
+    case('moe.experts = "te"\n[precision]\nrecipe = "fp8_current"\nbackend = "emulated"'),
+    case('moe.experts = "loop"\n[precision]\nrecipe = "nvfp4"\nbackend = "te"\n[plan]\nhardware = "MI300X"'),
+    case('precision.backend = "emulated"'),
     case('moe.dispatcher = "local"\nparallelism.expert_parallel_degree = 2', world=2),
     case('moe.dispatcher = "alltoall"'),
     case('moe.dispatcher = "dedup"'),

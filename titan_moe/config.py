@@ -128,7 +128,8 @@ class MoE:
 
     experts: Literal["auto", "loop", "grouped_mm", "te", "te_fused"] = "auto"
     """What computes the experts; "loop" is slow and readable, and takes any number type; "grouped_mm" is torch's, "te"
-    Transformer Engine's grouped GEMM; "te_fused" computes in MXFP8 on Blackwell, with SwiGLU inside the GEMM"""
+    Transformer Engine's grouped GEMM; "te_fused" is for precision.recipe = "mxfp8" on Blackwell, with SwiGLU inside
+    the GEMM"""
 
     weighting: Literal["early", "late"] = "early"
     """Where the routing weight is multiplied in: "early" inside the expert, "late" on its output"""
@@ -148,6 +149,10 @@ class MoE:
     """Rows that a rank has room for when it receives tokens: "exact", as many as come, which the host must wait to
     learn; "worst_case", as many as could, so that it never waits; or a factor of the mean, 1 or more, and then a step
     with more is repeated with a larger buffer"""
+
+    te_ep_payload: Literal["bf16", "mxfp8"] = "bf16"
+    """With "te_ep": type of the rows that are sent to experts, and of their gradients coming back to them; "mxfp8"
+    halves the bytes, on Blackwell. What experts return, and the gradient of what they were sent, is always bf16"""
 
     redispatch: bool = False
     """Under activation checkpointing, send tokens to their experts again in backward, instead of keeping what was

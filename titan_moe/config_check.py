@@ -21,6 +21,7 @@ from titan_moe import (
     precision_check,
     recompute_facts,
     te_ep_check,
+    te_precision_check,
     te_router_check,
     titan_dispatchers_check,
 )
@@ -99,6 +100,8 @@ NEEDS_GPU: dict[str, tuple[str, tuple[str, ...]]] = {
     "moe.dispatcher": ("auto", ("te_ep", "deepep", "hybridep")),
     "moe.experts": ("auto", ("te", "te_fused")),
     "moe.router": ("torch", ("te",)),
+    "moe.te_ep_payload": ("bf16", ("mxfp8",)),
+    "precision.backend": ("auto", ("te",)),
 }
 """Values that only a GPU can do, behind the one to choose elsewhere"""
 
@@ -122,6 +125,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += te_router_check.check(config, flavor)
     found += te_ep_check.check(config, flavor, unsound)
     found += precision_check.check(config, flavor, unsound)
+    found += te_precision_check.check(config)
     found += optimizer_check.check(config)
     found += _recompute(config, flavor)
     found += _corruption(config)

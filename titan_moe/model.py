@@ -44,6 +44,7 @@ from titan_moe.mesh_check import region_tokens
 from titan_moe.moe.choices import choose_experts
 from titan_moe.moe.layer import fuse
 from titan_moe.moe.names import FUSED, GATE, UP, split_w13
+from titan_moe.precision.backend import backend_of_linears
 from titan_moe.precision.layers import chosen
 from titan_moe.precision.linear import quantize_linears
 from titan_moe.te_ep_check import in_flight
@@ -67,23 +68,27 @@ def model_config(config: Config) -> Model.Config:
         if layer.moe is not None:
             layer.moe.load_balance_coeff = config.moe.load_balance_coeff or None
             of_experts = recipe.recipe.name if recipe is not None and recipe.experts else None
-            layer.moe = fuse(layer.moe, **moe_settings(config), recipe=of_experts)
+            layer.moe = fuse(layer.moe, **moe_settings(config, of_experts))
         mark(layer)
         if recipe is not None:
-            quantize_linears(layer, recipe)
+            quantize_linears(layer, recipe, backend_of_linears(config, model_flavor(config), recipe)[0])
     return tree
 
 
-def moe_settings(config: Config) -> dict[str, Any]:
-    """The [moe] section as `fuse` wants it."""
+def moe_settings(config: Config, recipe: str | None = None) -> dict[str, Any]:
+    """The [moe] section as `fuse` wants it, for a layer whose experts `recipe` quantizes."""
     m, f = config.moe, model_flavor(config)
     dtype = getattr(torch, config.training.mixed_precision_param)
     local_experts = f.num_experts // config.parallelism.expert_parallel_degree
-    experts, _ = choose_experts(m.experts, DEVICE_TYPE, dtype, f.dim, f.moe_hidden_dim, local_experts)
+    # A layer that is left in high precision has experts that can be.
+    wanted = "te" if m.experts == "te_fused" and recipe is None else m.experts
+    sizes = (f.dim, f.moe_hidden_dim, local_experts)
+    experts, _ = choose_experts(wanted, DEVICE_TYPE, dtype, *sizes, recipe, config.precision.backend)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     return {
         "dispatcher": m.dispatcher,
         "experts": experts,
+        "recipe": recipe,
         "weighting": m.weighting,
         "ranks_per_node": m.ranks_per_node,
         "capacity_factor": m.capacity_factor,
@@ -92,6 +97,7 @@ def moe_settings(config: Config) -> dict[str, Any]:
         "max_tokens": region_tokens(config),
         "router": m.router,
         "in_flight": in_flight(config, world_size),
+        "te_ep_payload": m.te_ep_payload,
         "force_balance": m.force_balance,
         "sequence_loss_coeff": m.sequence_loss_coeff,
         "z_loss_coeff": m.z_loss_coeff,

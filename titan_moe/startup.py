@@ -112,22 +112,23 @@ def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
     tokens = region_tokens(config)
     hidden = flavor.moe_hidden_dim // (1 if ep > 1 else parallel_dims.tp)
     local_experts = flavor.num_experts // ep
-    experts, reason = choose_experts(m.experts, DEVICE_TYPE, dtype, flavor.dim, hidden, local_experts)
+    low_precision = chosen(config, flavor)
+    recipe = low_precision.recipe.name if low_precision is not None and low_precision.experts else None
+    sizes = (flavor.dim, hidden, local_experts)
+    experts, reason = choose_experts(m.experts, DEVICE_TYPE, dtype, *sizes, recipe, config.precision.backend)
     lines = [f"MoE: dispatcher {dispatcher} ({why}); experts {experts} ({reason}), weighting {m.weighting}"]
     if m.capacity_factor is not None:
         lines.append(f"MoE: capacity factor {m.capacity_factor} drops by {m.drop_policy}; dropped copies are reported")
     rows, load = tokens * flavor.top_k, " at an even load"
     if ep > 1 and m.recv_buffer != "exact":
         factor = None if isinstance(m.recv_buffer, str) else m.recv_buffer
-        low_precision = chosen(config, flavor)
-        recipe = low_precision.recipe.name if low_precision is not None and low_precision.experts else None
         alignment = slab_alignment(experts, recipe)
         rows, load = static_rows(factor, tokens, flavor.top_k, local_experts, alignment, ep), ""
         lines.append(
             f"MoE: a rank has room for {rows:,} rows per layer and microbatch, {rows / (tokens * flavor.top_k):.2f} "
             f"times the mean, whatever arrives (moe.recv_buffer = {literal(m.recv_buffer)})"
         )
-        if waits := experts_sync_problem(experts, DEVICE_TYPE, dtype, flavor.dim, hidden):
+        if waits := experts_sync_problem(experts, DEVICE_TYPE, dtype, flavor.dim, hidden, recipe):
             lines.append(f"MoE: the host waits for the device once per layer all the same: {waits}")
     if m.force_balance != "none":
         ids_TK = forced_ids(m.force_balance, tokens, flavor)

@@ -44,6 +44,24 @@ def limits(
     return found
 
 
+def payload_limits(*, dim: int, alignment: int, tokens: int) -> list[str]:
+    """What keeps rows from travelling as MXFP8."""
+    found, start = [], 'moe.te_ep_payload = "mxfp8": '
+    if dim % 512:
+        found.append(
+            f"{start}the scales of a row, a byte for 32 numbers, travel in pieces of 16, so rows have multiples of 512 "
+            f"numbers, but dim = {dim} = {dim // 512} x 512 + {dim % 512}"
+        )
+    if alignment % 128:
+        found.append(f"{start}slabs must be multiples of 128 rows, not of {alignment}")
+    if tokens % 32:
+        found.append(
+            f"{start}Transformer Engine quantizes multiples of 32 rows, but a rank has {tokens} tokens = "
+            f"{tokens // 32} x 32 + {tokens % 32}; choose training.seq_len so that they are"
+        )
+    return found
+
+
 def in_flight(config: Config, world_size: int) -> int:
     """Microbatches, at most, that a layer has planned and not yet been through backward with: each needs an EpBuffer of
     its own."""
@@ -69,7 +87,12 @@ def buffers_per_layer(schedule: str, pp: int, microbatches: int) -> int:
 def check(config: Config, flavor: Flavor, unsound: Set[str] = frozenset()) -> list[str]:
     """What te_ep cannot do of this configuration, as far as it can be told without the keys that are `unsound`."""
     if config.moe.dispatcher != "te_ep":
-        return []
+        if config.moe.te_ep_payload == "bf16":
+            return []
+        return [
+            f'moe.te_ep_payload = "{config.moe.te_ep_payload}": is of moe.dispatcher = "te_ep", not of '
+            f'"{config.moe.dispatcher}"; leave it out, or choose that dispatcher'
+        ]
     found = []
     if config.training.mixed_precision_param != "bfloat16":
         found.append(
@@ -94,6 +117,8 @@ def check(config: Config, flavor: Flavor, unsound: Set[str] = frozenset()) -> li
             node_ranks=ep,  # how many share a node is not known yet
         )
         found += [f'moe.dispatcher = "te_ep": {sentence}' for sentence in broken]
+    if config.moe.te_ep_payload == "mxfp8":
+        found += payload_limits(dim=flavor.dim, alignment=128, tokens=0)
     if not unsound & {EP, CP, TP, LOCAL, SEQ_LEN, pipeline_check.MICROBATCH}:
         found += _tokens(config)
     return found
@@ -101,6 +126,8 @@ def check(config: Config, flavor: Flavor, unsound: Set[str] = frozenset()) -> li
 
 def _tokens(config: Config) -> list[str]:
     tokens, p = region_tokens(config), config.parallelism
+    if config.moe.te_ep_payload == "mxfp8" and (said := payload_limits(dim=512, alignment=128, tokens=tokens)):
+        return said
     ranks = p.expert_parallel_degree
     if ranks > 1 and tokens * ranks % 4:
         return [

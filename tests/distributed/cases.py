@@ -60,7 +60,7 @@ SLOW: dict[int, set[str]] = {
     2: {
         *("fsdp2_ep2_fp8_current", "fsdp2_ep2_fp8_block", "tp2_nvfp4", "pp2_nvfp4"),
         *("fsdp2_no_bias", "fsdp2_ep2_no_bias", "fsdp2_ep2_compiled", "tp2_losses", "tp2_mtp2", "tp2_ep2"),
-        *("cp2_plain_order", "pp2_uneven", "pp2_losses", "pp2_zbv_losses"),
+        *("cp2_plain_order", "pp2_uneven", "pp2_losses", "pp2_zbv_losses", "te_mxfp8", "emulated_mxfp8"),
     },
     4: {
         *("fsdp4", "fsdp4_ep2_no_bias", "hsdp2x2", "fsdp2_cp2", "hsdp2_tp2", "hsdp2_cp2", "hsdp2_pp2", "pp2_tp2"),
@@ -192,6 +192,8 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "pp2_nvfp4": [*NVFP4, *pipeline("ZBVZeroBubble"), SELECTIVE],
         "te_ep": [EP2, *TE, SELECTIVE],
         "te_ep_static": [EP2, *TE, FULL, "--moe.recv_buffer=1.0"],
+        "te_mxfp8": [EP2, *MXFP8, *TE, "--precision.backend=te", SELECTIVE],
+        "emulated_mxfp8": [EP2, *MXFP8, BF16, "--training.steps=3", SELECTIVE],
     }
     few_labels = Case([EP2], few_labels=True)
     overflow = Case([EP2, MTP1, FULL, "--moe.recv_buffer=1.4"], overflow=True)

@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
+from tests import te_doubles
 from tests.sync_free import sync_free
 from titan_moe.moe import te, te_ep_ops
+from titan_moe.precision.quantize import round_trip
+from titan_moe.precision.recipes import RECIPES
 
 # What each call of the extension is, in the words of `dispatch_worker.recorded`.
 KERNELS = {
@@ -51,6 +54,7 @@ def cases(base) -> list:
             replace(case, check="takes_any_strides_and_weights"),
             replace(case, check="is_held_to_the_rules"),
             *([replace(case, ranks=2)] if case.ranks == 4 else []),
+            replace(case, check="travels_as_mxfp8", tokens=(64, 0, 32, 96), width=512, alignment=128),
             *([replace(case, check="keeps_its_shapes")] if case.ranks == 2 and buffer == "worst_case" else []),
         ]
     many = replace(base, tokens=(150, 150, 150, 150), buffer=2.5)
@@ -106,6 +110,36 @@ def keeps_microbatches_apart(rank) -> None:
     _raises(AssertionError, "older than its EpBuffer", lambda: two.dispatch(*inputs[0], outs[0][1]))
     two.dispatch(*inputs[1], outs[1][1])
     torch.autograd.grad(out, inputs[0], grad)
+
+
+def travels_as_mxfp8(rank) -> None:
+    """As if rows, and gradients of what combine returns, had been rounded to MXFP8 before they were sent, bit for bit,
+    in 33 of 64 bytes, which the doubles count. And experts that quantize what arrives get what travelled."""
+
+    def forward(payload, x_TD, grad_TD):
+        dispatcher = rank.make_dispatcher(payload=payload)
+        leaves = [t.detach().clone().requires_grad_() for t in (x_TD, rank.w)]
+        received = dispatcher.dispatch(*leaves, dispatcher.plan(rank.ids))
+        y_RD = received.x_RD * received.weight_R[:, None].bfloat16() * (rank.me + 1)
+        out = dispatcher.combine(y_RD, received.state)
+        rows = received.x_RD[: int(received.counts_e.sum())]
+        return [out.detach(), rows, *torch.autograd.grad(out, leaves, grad_TD)], te_doubles.rows_sent()[-2:]
+
+    generator = torch.Generator().manual_seed(rank.me)
+    wild = [torch.randn(t.shape, generator=generator) for t in (rank.x, rank.x)]  # of all magnitudes
+    wild = [(t * torch.exp2(torch.randint(-9, 9, t.shape, generator=generator).float())).bfloat16() for t in wild]
+    rounded = [round_trip(t, RECIPES["mxfp8"].forward_x, -1).values for t in wild]
+    got, fewer = forward("mxfp8", *wild)
+    expected, more = forward("bf16", *rounded)
+    assert all(map(torch.equal, got, expected))
+    assert rank.x.shape[0] == 0 or not torch.equal(wild[0], rounded[0]), "nothing was rounded"
+    assert torch.equal(round_trip(got[1], RECIPES["mxfp8"].forward_x, -1).values, got[1])
+    if te.facts is not te_doubles.LOOK:
+        assert [name for name, _ in fewer] == [name for name, _ in more] == ["dispatch", "combine_bwd"]
+    for (_, few), (_, many) in zip(fewer, more):
+        assert 64 * few == 33 * many and (many > 0) == (rank.x.shape[0] > 0)
+    for sizes in ({"dim": 480}, {"alignment": 16}, {"max_tokens": 40}):
+        _raises(ValueError, "te_ep_payload", lambda: rank.make_dispatcher(payload="mxfp8", **sizes))  # noqa: B023
 
 
 def serves_one_kind_of_layer(rank) -> None:

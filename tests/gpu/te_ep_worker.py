@@ -54,7 +54,8 @@ class OnGpu:
 
 def cases(world_size: int) -> list[dispatch_worker.Case]:
     """With numbers of tokens that NCCL EP takes of two ranks too, which te_ep_check.py tells of."""
-    found = [case for case in dispatch_worker.cases(world_size) if case.dispatcher == "te_ep" and case.check in CHECKS]
+    checks = (*CHECKS, *(["travels_as_mxfp8"] if torch.cuda.get_device_capability() >= (10, 0) else []))
+    found = [case for case in dispatch_worker.cases(world_size) if case.dispatcher == "te_ep" and case.check in checks]
     return [replace(case, tokens=tuple(-(-tokens // 4) * 4 for tokens in case.tokens)) for case in found]
 
 

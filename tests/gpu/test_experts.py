@@ -10,9 +10,8 @@ import torch
 
 from tests.gpu.backends import NAMES, experts_backend
 from tests.moe.test_experts import TOLERANCE, assert_close, oracle, problem
-from tests.moe.test_te_fused import reference
+from tests.moe.test_te_fused import FUSED, reference
 from titan_moe.moe import te, te_fused
-from titan_moe.moe.experts import EXPERTS
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +65,7 @@ def test_the_fused_experts_multiply_what_they_should_have_quantized(tex, slabs, 
         expected[0] = unweighted * tensors[1][: sum(counts), None].double()
     leaves = [t.cuda().requires_grad_() for t in tensors[:4]]
     for _ in range(2):  # the kernels are compiled in the first
-        y_RD = EXPERTS["te_fused"](leaves[0], torch.tensor(counts, device="cuda"), *leaves[1:], late=late)
+        y_RD = FUSED(leaves[0], torch.tensor(counts, device="cuda"), *leaves[1:], late=late)
         gradients = torch.autograd.grad(y_RD, leaves, tensors[4].cuda())
         got = [y_RD.detach(), *gradients[:2]]
         got = [t[: sum(counts)] for t in got] + list(gradients[2:])

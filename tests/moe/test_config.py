@@ -39,7 +39,8 @@ def problems(*arguments: str, world: int = 4) -> str:
         (["--moe.sequence_loss_coeff=-1"], ["moe.sequence_loss_coeff = -1.0: must be at least 0"]),
         (["--moe.force_balance=round_robin"], []),
         (["--moe.experts=te"], []),
-        (["--moe.experts=te_fused"], []),
+        (["--moe.experts=te_fused"], ["its kernels compute in mxfp8", 'set precision.recipe = "mxfp8"']),
+        (["--moe.experts=te_fused", "--precision.recipe=mxfp8"], []),
         (["--moe.dispatcher=dedup", "--moe.ranks_per_node=2", "--parallelism.expert_parallel_degree=4"], []),
     ],
 )

@@ -1,5 +1,7 @@
 """Experts backends against a float64 loop over single rows: outputs and every gradient, whatever the slabs."""
 
+from collections.abc import Callable
+
 import titan_moe.runtime  # noqa: F401
 
 import pytest
@@ -52,10 +54,11 @@ def oracle(counts: list[int], x_RD, weight_R, w13_EF2D, w2_EDF, grad_RD) -> list
     return [y.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def run(name: str, counts: list[int], tensors: list[torch.Tensor], **options) -> list[torch.Tensor]:
+def run(experts: str | Callable, counts: list[int], tensors: list[torch.Tensor], **options) -> list[torch.Tensor]:
     x_RD, weight_R, w13, w2 = leaves = [t.clone().requires_grad_() for t in tensors[:4]]
-    y_RD = EXPERTS[name](x_RD, torch.tensor(counts), weight_R, w13, w2, **options)
-    y_RD.backward(tensors[4].nan_to_num(0.0) if name == "loop" else tensors[4])
+    backend = EXPERTS[experts] if isinstance(experts, str) else experts
+    y_RD = backend(x_RD, torch.tensor(counts), weight_R, w13, w2, **options)
+    y_RD.backward(tensors[4].nan_to_num(0.0) if experts == "loop" else tensors[4])
     rows = slice(0, sum(counts))
     return [y_RD.detach()[rows], leaves[0].grad[rows], leaves[1].grad[rows], leaves[2].grad, leaves[3].grad]
 

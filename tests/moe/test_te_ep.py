@@ -202,6 +202,13 @@ def test_a_group_of_one_is_refused(monkeypatch):
         te_ep(alone)
 
 
+def test_rows_as_mxfp8_want_blackwell():
+    hopper = replace(FACTS, capability=(9, 0))
+    assert problems(FACTS, True) == problems(hopper) == []
+    (said,) = problems(hopper, True)
+    assert 'moe.te_ep_payload = "mxfp8"' in said and "10.0 to 11.x" in said and "this GPU has 9.0" in said
+
+
 def test_a_machine_is_refused_when_the_dispatcher_is_built(group, monkeypatch):
     monkeypatch.setattr(te, "facts", lambda: replace(FACTS, nccl=(2, 30, 7), nvcc=None))
     with pytest.raises(ValueError, match=r"2\.30\.7.*; .*no nvcc"):
@@ -308,9 +315,9 @@ def test_only_exact_sizes_wait_for_the_device(recv_buffer, group, monkeypatch):
         ids_TK = torch.zeros(8, 3, dtype=torch.int64, device="cuda")
         x_TD, w_TK = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda"), torch.empty(8, 3, device="cuda")
         *_, ticket, rows = te_ep_ops._plan_te_ep._init_fn(ids_TK, dispatcher.ring.number)
-        x_RD, w_R = te_ep_ops._dispatch._init_fn(x_TD, w_TK, ids_TK, ticket, rows)
-        te_ep_ops._combine._init_fn(x_RD, ticket, 8)
-        grad_RD = te_ep_ops._combine_backward._init_fn(x_TD, ticket, rows)
+        x_RD, w_R = te_ep_ops._dispatch._init_fn(x_TD, w_TK, ids_TK, ticket, rows, False)
+        te_ep_ops._combine._init_fn(x_RD, ticket, 8, False)
+        grad_RD = te_ep_ops._combine_backward._init_fn(x_TD, ticket, rows, False)
         te_ep_ops._dispatch_backward._init_fn(grad_RD, w_R, ticket, 8, 3)
 
     with te_doubles.installed():

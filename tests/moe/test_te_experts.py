@@ -282,7 +282,7 @@ def test_refused_with_the_way_out(changes, dtype, said):
         ({"cublaslt": 130801}, torch.bfloat16, 64, None),
         ({"capability": (8, 9)}, torch.bfloat16, 64, ["9.0 to 11.0", "has 8.9"]),
         ({"capability": (12, 0)}, torch.bfloat16, 64, ["9.0 to 11.0", "has 12.0"]),
-        ({}, torch.bfloat16, 60, ["rows of 16-byte multiples", "F = 60"]),
+        ({}, torch.bfloat16, 60, ["multiples of 8", "60 = 7 x 8 + 4"]),
         ({}, torch.float32, 64, ["not torch.float32", "TF32"]),
     ],
 )

@@ -10,6 +10,7 @@ Shape letters: R rows of the slabs, E experts, D model width, F expert hidden wi
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import titan_moe.runtime  # noqa: F401
 
@@ -28,9 +29,12 @@ from tests.sync_free import sync_free
 from titan_moe.moe import te, te_fused, te_mxfp8
 from titan_moe.moe.balance import expert_counts
 from titan_moe.moe.choices import choose_experts, experts_sync_problem
-from titan_moe.moe.experts import EXPERTS, Source
+from titan_moe.moe.experts import Source
 from titan_moe.moe.layer import FusedExperts, FusedRoutedExperts
+from titan_moe.moe.quantized_experts import EXPERTS
+from titan_moe.precision.recipes import RECIPES
 
+FUSED = partial(EXPERTS["te_fused"], recipe=RECIPES["mxfp8"])
 FACTS = te_doubles.FACTS
 D, F = 128, 256
 MXFP8_ERROR = 0.08  # of a chain of three products of numbers with 3 mantissa bits
@@ -132,20 +136,20 @@ def test_multiplies_what_it_should_have_quantized(counts, tail, late, width):
     if late:  # y is not weighted before it is quantized, and after that it is, rounded
         unweighted = reference(counts, tensors[0], torch.ones_like(tensors[1]), *tensors[2:])[0]
         expected[0] = unweighted * tensors[1][: sum(counts), None].double()
-    assert_close(run("te_fused", counts, tensors, late=late), expected, 4e-3)
+    assert_close(run(FUSED, counts, tensors, late=late), expected, 4e-3)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 def test_is_near_to_the_same_without_quantization(late):
     tensors = small([256, 0, 256], tail=256)
     expected = reference([256, 0, 256], *tensors, q=as_it_is, rounded=as_it_is)
-    assert_close(run("te_fused", [256, 0, 256], tensors, late=late), expected, MXFP8_ERROR)
+    assert_close(run(FUSED, [256, 0, 256], tensors, late=late), expected, MXFP8_ERROR)
 
 
 def test_a_rank_without_rows(called):
     """It has nothing to quantize; gradients of its weights are zero."""
     tensors = small([0, 0])
-    assert_close(run("te_fused", [0, 0], tensors), oracle([0, 0], *tensors), 0)
+    assert_close(run(FUSED, [0, 0], tensors), oracle([0, 0], *tensors), 0)
     assert called == []
 
 
@@ -160,7 +164,9 @@ def test_the_fused_order_of_rows_and_back():
 def routed(backend: str) -> FusedRoutedExperts:
     torch.manual_seed(0)
     module = FusedRoutedExperts.Config(
-        inner_experts=FusedExperts.Config(dim=D, hidden_dim=F, num_experts=4, backend=backend),
+        inner_experts=FusedExperts.Config(
+            dim=D, hidden_dim=F, num_experts=4, backend=backend, recipe="mxfp8" if backend == "te_fused" else None
+        ),
         token_dispatcher=LocalTokenDispatcher.Config(num_experts=4, top_k=2),
     ).build()
     for parameter in module.parameters():
@@ -217,7 +223,7 @@ def test_only_what_is_not_quantized_is_kept_for_backward(late):
     leaves = [t.requires_grad_() for t in (x_RD, weight_R, w13, w2)]
     kept: dict[int, Tensor] = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
-        y = EXPERTS["te_fused"](x_RD, torch.tensor([256, 256]), weight_R, w13, w2, late=late)
+        y = FUSED(x_RD, torch.tensor([256, 256]), weight_R, w13, w2, late=late)
     gate_up = [t for pointer, t in kept.items() if pointer not in {leaf.data_ptr() for leaf in leaves}]
     assert [(tuple(t.shape), t.dtype) for t in gate_up] == [((512, 2 * F), torch.bfloat16)]
     assert kept.keys() == {t.data_ptr() for t in (*leaves, *gate_up)}
@@ -237,7 +243,7 @@ def test_rows_that_can_be_gathered_again_are_not_kept():
         x = x_TD[rows].requires_grad_()
         w = [w13.clone().requires_grad_(), w2.clone().requires_grad_()]
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.add(t.data_ptr()), t)[1], lambda t: t):  # noqa: B023
-            y = EXPERTS["te_fused"](x, torch.tensor(counts), weight_R, *w, source=source)
+            y = FUSED(x, torch.tensor(counts), weight_R, *w, source=source)
         assert (x.data_ptr() in seen) == (source is None)
         gradients.append(torch.autograd.grad(y, [x, *w], grad_RD))
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
@@ -250,7 +256,7 @@ def test_a_split_backward_runs_each_kernel_once(called):
     x, w = x_RD.requires_grad_(), [nn.Parameter(w13), nn.Parameter(w2)]
 
     def forward() -> Tensor:
-        y = EXPERTS["te_fused"](x * 1, torch.tensor([256, 256]), weight_R, *w) * 1
+        y = FUSED(x * 1, torch.tensor([256, 256]), weight_R, *w) * 1
         assert called == ["glu", "quant"]
         called.clear()
         return y
@@ -270,9 +276,9 @@ def test_recompute_changes_nothing(called):
     x_RD, weight_R, w13, w2, grad_RD = small([256, 256])
     leaves = [t.requires_grad_() for t in (x_RD, weight_R, w13, w2)]
     arguments = x_RD, torch.tensor([256, 256]), weight_R, w13, w2
-    expected = torch.autograd.grad(EXPERTS["te_fused"](*arguments), leaves, grad_RD)
+    expected = torch.autograd.grad(FUSED(*arguments), leaves, grad_RD)
     called.clear()
-    y = checkpoint(EXPERTS["te_fused"], *arguments, use_reentrant=False)
+    y = checkpoint(FUSED, *arguments, use_reentrant=False)
     gradients = torch.autograd.grad(y, leaves, grad_RD)
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected))
     assert called[:4] == ["glu", "quant"] * 2
@@ -289,7 +295,7 @@ def test_what_needs_no_gradient_gets_none(frozen):
         for name, tensor in asked.items():
             tensor.requires_grad_(name not in skipped)
         x, routing, *weights = asked.values()
-        EXPERTS["te_fused"](x, torch.tensor([256]), routing, *weights).backward(grad_RD)
+        FUSED(x, torch.tensor([256]), routing, *weights).backward(grad_RD)
         gradients.append({name: tensor.grad for name, tensor in asked.items()})
     for name, gradient in gradients[1].items():
         assert gradient is None if name in without else torch.equal(gradient, gradients[0][name]), name
@@ -308,10 +314,10 @@ def test_the_host_is_never_asked(late):
         return [randn(512, D), torch.full((2,), 256, device=device), weight_R, randn(2, F, 2, D), randn(2, D, F)]
 
     with sync_free():
-        EXPERTS["te_fused"](*fake("cpu", True), late=late).sum().backward()
+        FUSED(*fake("cpu", True), late=late).sum().backward()
     with sync_free(), torch.no_grad():
         x_RD, counts_E, weight_R, w13, w2 = fake("cuda", False)
-        EXPERTS["te_fused"](x_RD, counts_E, weight_R, w13, w2, late=late)
+        FUSED(x_RD, counts_E, weight_R, w13, w2, late=late)
         gemms = te_mxfp8.Gemms(counts_E, D, F)
         gate_up, _ = gemms.up(x_RD, te_fused.interleave(w13), weight_R)
         rows, columns, _ = gemms.dswiglu(x_RD, w2, gate_up, weight_R)
@@ -366,15 +372,18 @@ def test_everything_is_said_at_once():
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
 def test_taken_where_it_can_run(capability):
     te.facts = lambda: replace(FACTS, capability=capability)
-    chosen = choose_experts("te_fused", "cpu", torch.bfloat16, 7168, 2048, 64)
-    assert chosen == ("te_fused", "as configured; GEMMs in MXFP8")
+    sizes = (torch.bfloat16, 7168, 2048, 64)
+    assert choose_experts("te_fused", "cpu", *sizes, recipe="mxfp8") == ("te_fused", "as configured")
+    for other in (None, "fp8_current"):
+        with pytest.raises(ValueError, match='computes in mxfp8; set precision.recipe = "mxfp8"'):
+            choose_experts("te_fused", "cpu", *sizes, recipe=other)
 
 
 def test_more_rows_than_the_kernels_count():
     with FakeTensorMode():
         x_RD, w13, w2 = torch.empty(2**20, 2048), torch.empty(2, 1024, 2, 2048), torch.empty(2, 2048, 1024)
         with pytest.raises(ValueError) as error:
-            EXPERTS["te_fused"](x_RD, torch.zeros(2).long(), torch.empty(2**20), w13, w2)
+            FUSED(x_RD, torch.zeros(2).long(), torch.empty(2**20), w13, w2)
     assert "1,048,576 rows x max(D, 2 F) = 2,048" in str(error.value) and 'moe.experts = "te"' in str(error.value)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from titan_moe.flavors import FLAVORS, PUBLISHED
-from titan_moe.plan import collectives, traffic
+from titan_moe.plan import collectives, constants, overlap, profiles, traffic
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
 from titan_moe.plan.published import RUNS, read, run_of
@@ -75,6 +75,16 @@ def test_no_expert_parallelism_moves_nothing():
 
 def test_fp8_payload_is_0_516_of_bf16():
     assert traffic.row_bytes(gb200(), "fp8") / traffic.row_bytes(gb200(), "bf16") == 0.516
+
+
+def test_rows_as_mxfp8_take_half_the_time_on_their_way_to_experts():
+    """And gradients on theirs; the other two transfers stay in BF16. Seconds have a part that is not bandwidth."""
+    plain, half = (gb200(dispatcher="te_ep", mxfp8_payload=payload) for payload in (False, True))
+    before, after = (overlap.transfers(job, profiles.RELEASES["titan"], constants.priors()) for job in (plain, half))
+    for name in ("dispatch", "combine backward"):
+        assert 0.5 < after[name] / before[name] < 0.6
+    for name in ("combine", "dispatch backward"):
+        assert after[name] == before[name]
 
 
 def test_one_copy_of_4096_tokens_is_58_7_megabytes():

@@ -170,7 +170,7 @@ def check_gradients(recipe: Recipe, backend: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_those_through_quantized_operands(name):
-    for backend in EXPERTS:
+    for backend in ("loop", "grouped_mm"):
         check_gradients(calm(RECIPES[name]), backend)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests import te_doubles
 from tests.moe.test_experts import problem, run
-from tests.moe.test_te_fused import reference
+from tests.moe.test_te_fused import FUSED, reference
 
 CASES = [([256, 0, 512], 256), ([512], 0)]
 D, F = 128, 384  # two tiles of F, which the routing weights' gradient adds up
@@ -46,7 +46,7 @@ def main() -> None:
     errors = []
     for counts, tail in CASES:
         tensors = problem(counts, torch.bfloat16, tail=tail, D=D, F=F)
-        pairs = zip(run("te_fused", counts, tensors), reference(counts, *tensors), strict=True)
+        pairs = zip(run(FUSED, counts, tensors), reference(counts, *tensors), strict=True)
         errors.append(max(((value.double() - own).norm() / own.norm()).item() for value, own in pairs))
     print(*called, *errors)
 

@@ -15,6 +15,7 @@ from titan_moe import run_folder
 from titan_moe.config_check import model_flavor
 from titan_moe.doctor.contract import Examined, Finding, count, dots, few
 from titan_moe.moe import te, te_experts
+from titan_moe.precision.recipes import RECIPES
 
 
 def place(at: Examined) -> dict[str, str]:
@@ -90,18 +91,22 @@ def _same(at: Examined, name: str, shown: Mapping[int, str]) -> Finding:
 def transformer_engine(at: Examined) -> dict[str, Any]:
     m = at.config.moe
     experts, dispatcher = m.experts in ("te", "te_fused"), m.dispatcher == "te_ep"
-    if not experts and not dispatcher:
+    quantizes = at.config.precision.backend
+    if not experts and not dispatcher and quantizes != "te":
         return {"asked": [], "problems": []}
     found = te.facts()
-    asked = [f'{key} = "{value}"' for key, value in (("moe.experts", m.experts), ("moe.dispatcher", m.dispatcher))]
+    keys = {"moe.experts": m.experts, "moe.dispatcher": m.dispatcher, "precision.backend": quantizes}
+    asked = [f'{key} = "{value}"' for key, value in keys.items()]
     shown = {"TE": found.version, "cuBLASLt": found.cublaslt, "NCCL": dots(found.nccl or ()), "nvcc": found.nvcc}
     problems = te_problems(found, dispatcher)
     if experts and not problems and m.recv_buffer != "exact":  # sizes that the host must not need to know
         flavor, dtype = model_flavor(at.config), getattr(torch, at.config.training.mixed_precision_param)
-        problem = te_experts.device_splits_problem(found, dtype, flavor.dim, flavor.moe_hidden_dim)
+        p, sizes = at.config.precision, (flavor.dim, flavor.moe_hidden_dim)
+        recipe = RECIPES.get(p.recipe or "") if p.experts else None
+        problem = te_experts.device_splits_problem(found, dtype, *sizes, recipe)
         problems = [problem] if problem else []
     return {
-        "asked": [text for text, wanted in zip(asked, (experts, dispatcher), strict=True) if wanted],
+        "asked": [text for text, wanted in zip(asked, (experts, dispatcher, quantizes == "te"), strict=True) if wanted],
         "problems": problems,
         "shown": ", ".join(f"{name} {value}" for name, value in shown.items() if value),
     }

@@ -52,7 +52,7 @@ class FusedExperts(GroupedExperts):
     class Config(GroupedExperts.Config):
         backend: str = "auto"
         weighting: str = "early"
-        recipe: str | None = None  # of precision/recipes.py, emulated
+        recipe: str | None = None  # of precision/recipes.py
 
     def __init__(self, config: Config):
         super(GroupedExperts, self).__init__()
@@ -71,9 +71,11 @@ class FusedExperts(GroupedExperts):
             (w.to_local() if isinstance(w, DTensor) else w).to(x_RD.dtype) for w in (self.w13_EF2D, self.w2_EDF)
         )
         local_experts, dim, hidden = w2_EDF.shape
-        backend, _ = choose_experts(self.backend, x_RD.device.type, x_RD.dtype, dim, hidden, local_experts)
-        run = EXPERTS[backend]
-        if self.recipe is not None:
+        device, dtype = x_RD.device.type, x_RD.dtype
+        backend, _ = choose_experts(self.backend, device, dtype, dim, hidden, local_experts, self.recipe)
+        if self.recipe is None:
+            run = EXPERTS[backend]
+        else:
             run = partial(quantized_experts.EXPERTS[backend], recipe=RECIPES[self.recipe])
         return run(x_RD, counts_E, weight_R, w13_EF2D, w2_EDF, late=self.late, source=source)
 
@@ -105,6 +107,7 @@ class FusedRoutedExperts(RoutedExperts):
         recv_buffer: str | float = "exact"
         max_tokens: int | None = None
         in_flight: int = 1
+        te_ep_payload: str = "bf16"
 
     def __init__(self, config: Config):
         super(RoutedExperts, self).__init__()
@@ -119,7 +122,8 @@ class FusedRoutedExperts(RoutedExperts):
         if name != "local" and ep_group is None:
             return None  # until `parallelize` brings the ranks
         sizes = {"dim": self.config.inner_experts.dim} if name in ("te_ep", "deepep", "hybridep") else {}
-        sizes |= {"in_flight": self.config.in_flight} if name == "te_ep" else {}
+        if name == "te_ep":
+            sizes |= {"in_flight": self.config.in_flight, "payload": self.config.te_ep_payload}
         return make_dispatcher(
             name,
             num_experts=self.config.token_dispatcher.num_experts,
@@ -260,6 +264,7 @@ def fuse(
     recv_buffer: str | float = "exact",
     max_tokens: int | None = None,
     in_flight: int = 1,
+    te_ep_payload: str = "bf16",
     force_balance: str = "none",
     sequence_loss_coeff: float = 0.0,
     z_loss_coeff: float = 0.0,
@@ -270,7 +275,8 @@ def fuse(
     """A stock MoE config, sharding set or not, as one of ours. `sequences_per_step` is over all ranks and microbatches
     of an optimizer step; only the auxiliary losses need it. `max_tokens` is of one rank and microbatch; only te_ep,
     deepep, hybridep and a `recv_buffer` other than "exact" need it. `in_flight`, for te_ep: microbatches that may wait
-    for their backward. `recipe` is what the experts' GEMMs are quantized to."""
+    for their backward; `te_ep_payload`: what rows travel as there. `recipe` is what the experts' GEMMs are quantized
+    to."""
     routed, chooser = config.routed_experts, config.router
     inner = routed.inner_experts
     if type(inner) is not GroupedExperts.Config:
@@ -298,6 +304,7 @@ def fuse(
         recv_buffer=recv_buffer,
         max_tokens=max_tokens,
         in_flight=in_flight,
+        te_ep_payload=te_ep_payload,
     )
     gate = derive(chooser.gate, RouterGate.Config, z_loss_coeff=z_loss_coeff, sequences_per_step=sequences_per_step)
     return derive(

@@ -1,8 +1,8 @@
 """What of Transformer Engine (TE) this process has to do with: versions and libraries, found without using any of it.
 
-TE is never required. This file, the te_*.py beside it and precision.py are the only ones that import it, and only
-inside functions, so that the package imports on any machine. `facts` looks once; the backends judge what it found, as
-pure functions of `Facts`, so that every refusal can be tried on a machine that has nothing.
+TE is never required. This file, the te_*.py beside it and precision/te_linear.py are the only ones that import it, and
+only inside functions, so that the package imports on any machine. `facts` looks once; the backends judge what it found,
+as pure functions of `Facts`, so that every refusal can be tried on a machine that has nothing.
 
 TE's own checks are not enough: `is_nccl_ep_available()` asks for NCCL 2.30.4, while the library in TE's wheel refuses
 any NCCL older than the 2.32.3 that it was built with, at the first collective; and it compiles its kernels with nvcc

@@ -19,7 +19,8 @@ from torch import Tensor
 from titan_moe.moe import layout, te
 from titan_moe.moe.contract import Dispatcher, Plan, Received
 from titan_moe.moe.te_ep_ops import Ring, Signature, bootstrap, finalize
-from titan_moe.te_ep_check import limits
+from titan_moe.precision import support
+from titan_moe.te_ep_check import limits, payload_limits
 
 TOKENS_PER_CHUNK = 128  # its kernels go through a rank's tokens in chunks of 64 or 128
 
@@ -39,16 +40,17 @@ class TEEPDispatcher(Dispatcher):
     Arguments, beside those of `Dispatcher`, of which `max_tokens` is needed:
         dim: D.
         in_flight: microbatches that are planned before the first of them has been through backward.
+        payload: "bf16", or "mxfp8" for rows in dispatch, and in the backward of combine, in half of the bytes.
     Raises ValueError for what NCCL EP cannot do, or lacks on this machine.
     """
 
     name = "te_ep"
     deterministic = False  # nobody has promised it
 
-    def __init__(self, *, dim: int, in_flight: int = 1, **arguments: Any) -> None:
+    def __init__(self, *, dim: int, in_flight: int = 1, payload: str = "bf16", **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.dim, self.in_flight = dim, in_flight
-        if wrong := self._problems() + problems(te.facts()):
+        self.dim, self.in_flight, self.quantized = dim, in_flight, payload == "mxfp8"
+        if wrong := self._problems() + problems(te.facts(), self.quantized):
             raise ValueError("dispatcher te_ep: " + "; ".join(wrong))
         self.ring = Ring(self._signature(), self.local_experts, in_flight)
 
@@ -64,6 +66,8 @@ class TEEPDispatcher(Dispatcher):
             ranks=self.ranks,
             node_ranks=min(self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))),
         )
+        if self.quantized:
+            found += payload_limits(dim=self.dim, alignment=self.alignment, tokens=self.max_tokens)
         if self.capacity_factor is not None:
             found.append(
                 f"capacity_factor = {self.capacity_factor}: what NCCL EP does with a dropped copy is not documented; "
@@ -118,14 +122,14 @@ class TEEPDispatcher(Dispatcher):
         _check_dtype(x_TD)
         weights_TK = topk_weights_TK.float().contiguous()
         x_RD, weight_R = torch.ops.titan_moe.te_ep_dispatch(
-            x_TD.contiguous(), weights_TK, plan.ids_TK, plan.ticket, plan.rows
+            x_TD.contiguous(), weights_TK, plan.ids_TK, plan.ticket, plan.rows, self.quantized
         )
         return Received(x_RD, weight_R, plan.padded_counts_e, plan)
 
     def combine(self, y_RD: Tensor, state: Plan) -> Tensor:
         assert isinstance(state, KernelPlan)
         _check_dtype(y_RD)
-        return torch.ops.titan_moe.te_ep_combine(y_RD.contiguous(), state.ticket, state.tokens)
+        return torch.ops.titan_moe.te_ep_combine(y_RD.contiguous(), state.ticket, state.tokens, self.quantized)
 
 
 def _check_dtype(rows: Tensor) -> None:
@@ -133,12 +137,14 @@ def _check_dtype(rows: Tensor) -> None:
         raise ValueError(f"dispatcher te_ep moves rows in bfloat16, not in {rows.dtype}: compute in it, or use dedup")
 
 
-def problems(found: te.Facts) -> list[str]:
-    """What NCCL EP lacks on this machine; empty when nothing."""
+def problems(found: te.Facts, quantized: bool = False) -> list[str]:
+    """What NCCL EP lacks on this machine, for rows in MXFP8 if `quantized`; empty when nothing."""
     if (missing := te.problem(found)) is not None:
         return [missing]
     assert found.capability is not None
     lacks = []
+    if quantized and (why := support.te_problem("mxfp8", "payload", found.capability)):
+        lacks.append(f'moe.te_ep_payload = "mxfp8": {why}')
     if found.capability < (9, 0):
         lacks.append(f"NCCL EP needs compute capability 9.0 (Hopper), and this GPU has {_dotted(found.capability)}")
     if not found.nccl_ep:

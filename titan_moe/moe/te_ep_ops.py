@@ -12,6 +12,11 @@ What there is of state is the process's, or a buffer's, not a call's:
 - A plan holds a ticket for its buffer. When the ring comes round, the buffer gets a new ticket and the old one is worth
   nothing: a plan that is still needed then is found out, not answered with another microbatch's routing.
 
+A row of bf16 may travel as MXFP8 (`quantized`), in half of its bytes and 1/32 for scales: from token to expert, and in
+the backward of combine, where the library has that. It is quantized before it leaves and comes out as bf16 again, for
+any experts. Experts that quantize rows to MXFP8 get back, bit for bit, what travelled: the scale of a block and the
+numbers in it are already those that its largest number would choose, or all of them can be said with the next one.
+
 The ops are there for the same reason as those of exchange.py: activation checkpointing keeps their results by name.
 Ops take and return tensors and numbers, so they speak of rings by number and of buffers by ticket.
 
@@ -180,16 +185,25 @@ def _(ids_TK, ring):
 
 
 @torch.library.custom_op("titan_moe::te_ep_dispatch", mutates_args=())
-def _dispatch(x_TD: Tensor, w_TK: Tensor, ids_TK: Tensor, ticket: int, rows: int) -> tuple[Tensor, Tensor]:
+def _dispatch(
+    x_TD: Tensor, w_TK: Tensor, ids_TK: Tensor, ticket: int, rows: int, quantized: bool
+) -> tuple[Tensor, Tensor]:
     from transformer_engine.pytorch import ep
 
-    x_RD, w_R = x_TD.new_empty((rows, x_TD.shape[1])), w_TK.new_empty(rows)
+    w_R = w_TK.new_empty(rows)
+    if quantized:
+        import transformer_engine_torch as tex
+
+        data_TD, scales_TS, data_RD, scales_RS = _payload(x_TD, rows)
+        tex.ep_dispatch(planned(ticket).handle_mem, ids_TK, data_TD, w_TK, data_RD, w_R, scales_TS, scales_RS)
+        return _plain(data_RD, scales_RS), w_R
+    x_RD = x_TD.new_empty((rows, x_TD.shape[1]))
     ep._ep_dispatch_raw(planned(ticket), ids_TK, x_TD, w_TK, x_RD, w_R)
     return x_RD, w_R
 
 
 @_dispatch.register_fake
-def _(x_TD, w_TK, ids_TK, ticket, rows):
+def _(x_TD, w_TK, ids_TK, ticket, rows, quantized):
     return x_TD.new_empty((rows, x_TD.shape[1])), w_TK.new_empty(rows)
 
 
@@ -208,18 +222,18 @@ def _(grad_RD, grad_R, ticket, tokens, top_k):
 
 
 def _dispatch_setup(ctx, inputs, output):
-    _, w_TK, _, ticket, _ = inputs
+    _, w_TK, _, ticket, *_ = inputs
     ctx.sizes = (ticket, *w_TK.shape)
 
 
 _dispatch.register_autograd(
-    lambda ctx, *grads: (*torch.ops.titan_moe.te_ep_dispatch_backward(*grads, *ctx.sizes), None, None, None),
+    lambda ctx, *grads: (*torch.ops.titan_moe.te_ep_dispatch_backward(*grads, *ctx.sizes), *(None,) * 4),
     setup_context=_dispatch_setup,
 )
 
 
 @torch.library.custom_op("titan_moe::te_ep_combine", mutates_args=())
-def _combine(y_RD: Tensor, ticket: int, tokens: int) -> Tensor:
+def _combine(y_RD: Tensor, ticket: int, tokens: int, quantized: bool) -> Tensor:
     from transformer_engine.pytorch import ep
 
     out_TD = y_RD.new_empty((tokens, y_RD.shape[1]))
@@ -228,30 +242,60 @@ def _combine(y_RD: Tensor, ticket: int, tokens: int) -> Tensor:
 
 
 @_combine.register_fake
-def _(y_RD, ticket, tokens):
+def _(y_RD, ticket, tokens, quantized):
     return y_RD.new_empty((tokens, y_RD.shape[1]))
 
 
 @torch.library.custom_op("titan_moe::te_ep_combine_backward", mutates_args=())
-def _combine_backward(grad_TD: Tensor, ticket: int, rows: int) -> Tensor:
+def _combine_backward(grad_TD: Tensor, ticket: int, rows: int, quantized: bool) -> Tensor:
     import transformer_engine_torch as tex
 
+    if quantized:
+        data_TD, scales_TS, data_RD, scales_RS = _payload(grad_TD.contiguous(), rows)
+        tex.ep_combine_bwd(planned(ticket).handle_mem, data_TD, data_RD, scales_TS, scales_RS)
+        return _plain(data_RD, scales_RS)
     grad_RD = grad_TD.new_empty((rows, grad_TD.shape[1]))
     tex.ep_combine_bwd(planned(ticket).handle_mem, grad_TD.contiguous(), grad_RD)
     return grad_RD
 
 
 @_combine_backward.register_fake
-def _(grad_TD, ticket, rows):
+def _(grad_TD, ticket, rows, quantized):
     return grad_TD.new_empty((rows, grad_TD.shape[1]))
 
 
 def _combine_setup(ctx, inputs, output):
-    y_RD, ticket, _ = inputs
-    ctx.sizes = (ticket, y_RD.shape[0])
+    y_RD, ticket, _, quantized = inputs
+    ctx.sizes = (ticket, y_RD.shape[0], quantized)
 
 
 _combine.register_autograd(
-    lambda ctx, grad_TD: (torch.ops.titan_moe.te_ep_combine_backward(grad_TD, *ctx.sizes), None, None),
+    lambda ctx, grad_TD: (torch.ops.titan_moe.te_ep_combine_backward(grad_TD, *ctx.sizes), *(None,) * 3),
     setup_context=_combine_setup,
 )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows as MXFP8
+
+
+def _payload(rows_TD: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What leaves, data [T, D] and scales [T, D / 32], and room for what arrives, [R, D] and [R, D / 32]."""
+    from transformer_engine.pytorch import ep
+
+    quantized, scales_TS = ep._quantize_mxfp8(rows_TD)
+    data_TD = quantized._rowwise_data.view(torch.float8_e4m3fn)  # the library goes by the type
+    received = data_TD.new_empty((rows, data_TD.shape[1])), scales_TS.new_empty((rows, scales_TS.shape[1]))
+    return data_TD, scales_TS, *received
+
+
+def _plain(data_RD: Tensor, scales_RS: Tensor) -> Tensor:
+    """bf16 again, exactly."""
+    from transformer_engine.pytorch.constants import DType
+    from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
+
+    if data_RD.shape[0] == 0:
+        return data_RD.new_empty(data_RD.shape, dtype=torch.bfloat16)
+    data, element = data_RD.view(torch.uint8), DType.kFloat8E4M3
+    quantized = MXFP8TensorStorage(data, scales_RS, None, None, element, None, False, fake_dtype=torch.bfloat16)
+    return quantized.dequantize(dtype=torch.bfloat16)

@@ -13,7 +13,8 @@ TE has two grouped GEMMs, which differ in who knows where a slab ends:
   is, of E equal matrices. TE also takes the weights as a list, of at most 64.
 
 `device_splits_problem` tells which. TE names the operands as column-major BLAS does: of y = x w^T, A is w and B is x.
-Both functions write only the rows of the slabs: what lies beyond is undefined.
+Both functions write only the rows of the slabs: what lies beyond is undefined. Under a low-precision recipe both take
+quantized operands (te_quantize.py).
 
 Shape letters: as in experts.py.
 """
@@ -23,10 +24,10 @@ from torch import Tensor
 
 from titan_moe.moe import te
 from titan_moe.moe.experts import EXPERTS, Source, by_gemm
+from titan_moe.precision import support
+from titan_moe.precision.recipes import Recipe
 
-# cuBLASLt's grouped GEMM: oldest version on Hopper and on Blackwell, and a range in which TE warns of corrupt results.
-CUBLASLT_HOPPER, CUBLASLT_BLACKWELL = 130400, 130300
-CUBLASLT_CORRUPT = range(130700, 130801)
+CUBLASLT_CORRUPT = range(130700, 130801)  # TE warns of corrupt results of grouped GEMMs
 
 
 def te_grouped(
@@ -41,14 +42,19 @@ def te_grouped(
 ) -> Tensor:
     """y_RD by TE; the rows beyond the last slab are undefined."""
     _, hidden, _, width = w13_EF2D.shape
-    on_device = device_splits_problem(te.facts(), x_RD.dtype, width, hidden) is None
-    # TE tells cuBLASLt the mean number of rows, a whole number, to choose an algorithm by, and 0 says that there is
-    # nothing to do. Only exact sizes, which the host knows anyway, can be so few rows.
-    if on_device and x_RD.shape[0] >= len(counts_E):
+    if fits_device_splits(x_RD, counts_E, hidden):
         gemm = DeviceSplits(counts_E, (width, 2 * hidden, hidden))
     else:
         gemm = HostSplits(counts_E)
     return by_gemm(gemm, x_RD, weight_R, w13_EF2D, w2_EDF, late=late, source=source)
+
+
+def fits_device_splits(x_RD: Tensor, counts_E: Tensor, hidden: int, recipe: Recipe | None = None) -> bool:
+    """Whether the slab sizes may stay on the device."""
+    # TE tells cuBLASLt the mean number of rows, a whole number, to choose an algorithm by, and 0 says that there is
+    # nothing to do. Only exact sizes, which the host knows anyway, can be so few rows.
+    rows, width = x_RD.shape
+    return rows >= len(counts_E) and device_splits_problem(te.facts(), x_RD.dtype, width, hidden, recipe) is None
 
 
 EXPERTS["te"] = te_grouped
@@ -61,35 +67,53 @@ def problem(found: te.Facts, dtype: torch.dtype) -> str | None:
     return te.problem(found)
 
 
-def device_splits_problem(found: te.Facts, dtype: torch.dtype, width: int, hidden: int) -> str | None:
+def recipe_problem(
+    found: te.Facts, recipe: Recipe, dtype: torch.dtype, width: int, hidden: int, local_experts: int
+) -> str | None:
+    """Why `te_grouped` cannot compute this under a low-precision recipe, or None."""
+    if why := problem(found, dtype):
+        return why
+    if dtype != torch.bfloat16:
+        return f"Transformer Engine quantizes from bfloat16 here, not from {dtype}"
+    if local_experts > support.MAX_EXPERTS:
+        return (
+            f"Transformer Engine quantizes {support.MAX_EXPERTS} matrices in one call, and a rank has {local_experts} "
+            "experts; raise parallelism.expert_parallel_degree"
+        )
+    why = support.te_problem(recipe.name, "host splits", found.capability)
+    return why or support.width_problem(recipe.name, "host splits", width, hidden)
+
+
+def device_splits_problem(
+    found: te.Facts, dtype: torch.dtype, width: int, hidden: int, recipe: Recipe | None = None
+) -> str | None:
     """Why the host has to read the counts, or None. Asks only after `problem` found nothing."""
     assert found.capability is not None and found.cublaslt is not None
     if dtype.itemsize != 2:
         return f"cuBLASLt's grouped GEMM takes bfloat16 and float16, not {dtype}"
-    if not (9, 0) <= found.capability <= (11, 0):
-        has = "{}.{}".format(*found.capability)
-        return f"cuBLASLt's grouped GEMM runs on compute capabilities 9.0 to 11.0, and this device has {has}"
-    if width % 8 or hidden % 8:
-        return f"cuBLASLt's grouped GEMM wants rows of 16-byte multiples, but D = {width} or F = {hidden} % 8 != 0"
-    oldest = CUBLASLT_HOPPER if found.capability < (10, 0) else CUBLASLT_BLACKWELL
+    name = "bf16" if recipe is None else recipe.name
+    row = support.find(name, "device splits", found.capability)
+    if row is None:
+        of = "" if recipe is None else f" of {name}"
+        spans = support.spans(name, "device splits")
+        has = support.dotted(found.capability)
+        return f"cuBLASLt's grouped GEMM{of} runs on compute capabilities {spans}, and this device has {has}"
+    if why := support.width_problem(name, "device splits", width, hidden):
+        return f"in cuBLASLt's grouped GEMM {why}"
     install = "pip install --no-deps 'nvidia-cublas>=13.8.1,<14'"
-    if found.cublaslt < oldest:
-        return f"cuBLASLt {_version(found.cublaslt)} is older than {_version(oldest)}: {install}"
+    here = support.cublaslt_version(found.cublaslt)
+    if found.cublaslt < row.cublaslt:
+        return f"cuBLASLt {here} is older than {support.cublaslt_version(row.cublaslt)}: {install}"
     if found.cublaslt in CUBLASLT_CORRUPT:
-        return f"cuBLASLt {_version(found.cublaslt)} can return corrupt results of grouped GEMMs: {install}"
+        return f"cuBLASLt {here} can return corrupt results of grouped GEMMs: {install}"
     return None
 
 
-def how(found: te.Facts, dtype: torch.dtype, width: int, hidden: int) -> str:
+def how(found: te.Facts, dtype: torch.dtype, width: int, hidden: int, recipe: Recipe | None = None) -> str:
     """What the start-up report says about it."""
-    why = device_splits_problem(found, dtype, width, hidden)
+    why = device_splits_problem(found, dtype, width, hidden, recipe)
     splits = "slab sizes stay on the device" if why is None else f"the host reads the slab sizes, because {why}"
     return splits if dtype.itemsize == 2 else f"{splits}; TE multiplies float32 with the 10 mantissa bits of TF32"
-
-
-def _version(number: int) -> str:
-    """130400 is 13.4.0."""
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 class HostSplits:
@@ -118,6 +142,10 @@ class HostSplits:
         """Rows for SwiGLU: those of the slabs."""
         return [slice(0, self.rows)]
 
+    def precise(self, layout: str) -> bool:
+        """Whether partial sums of FP8 products move on into full fp32 registers."""
+        return False  # nothing here is FP8
+
     def _slabs(self, rows: Tensor) -> list[Tensor]:
         return list(rows.contiguous()[: self.rows].split(self.counts))
 
@@ -133,6 +161,7 @@ class HostSplits:
             layout=layout,
             m_splits=self.counts,
             grad=grad,
+            use_split_accumulator=self.precise(layout),
             single_output=layout != "NT",  # the slabs of y and of dx lie in one tensor
         )
 
@@ -177,6 +206,10 @@ class DeviceSplits:
         """Rows for SwiGLU: all of them, because the host does not know where the last slab ends."""
         return [slice(None)]
 
+    def precise(self, layout: str) -> bool:
+        """As `HostSplits.precise`."""
+        return False
+
     def _slabs(self, rows: Tensor):
         """`rows` as E matrices of counts_E rows each."""
         return self._packed(rows, first_dims=self.counts_E, tensor_offsets=self.offsets[rows.shape[1]])
@@ -207,4 +240,4 @@ class DeviceSplits:
     def _multiply(self, a, b, out, layout: str) -> None:
         from transformer_engine.pytorch.cpp_extensions.gemm import general_grouped_gemm_for_grouped_tensor
 
-        general_grouped_gemm_for_grouped_tensor(a, b, out, layout=layout)
+        general_grouped_gemm_for_grouped_tensor(a, b, out, layout=layout, use_split_accumulator=self.precise(layout))

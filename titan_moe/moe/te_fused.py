@@ -27,11 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titan_moe.moe import te
-from titan_moe.moe.experts import EXPERTS, Join, Source, by_gemm, wgrad_node
+from titan_moe.moe import quantized_experts, te
+from titan_moe.moe.experts import Join, Source, by_gemm, wgrad_node
 from titan_moe.moe.te_experts import HostSplits
-from titan_moe.moe.te_mxfp8 import ALIGNMENT, BLOCK, MAX_EXPERTS, Gemms, Quantized
+from titan_moe.moe.te_mxfp8 import ALIGNMENT, BLOCK, Gemms, Quantized
+from titan_moe.precision import support
+from titan_moe.precision.recipes import Recipe
 
+RECIPE = "mxfp8"
 OLDEST_FRONTEND = "1.32.0"  # of cuDNN: its kernels are called here as this version declares them
 MAX_ELEMENTS = 2**31 - 1  # of one matrix: nothing says that the kernels count in more than 32 bits
 
@@ -43,14 +46,17 @@ def fused(
     w13_EF2D: Tensor,
     w2_EDF: Tensor,
     *,
+    recipe: Recipe,
     late: bool = False,
     source: Source | None = None,
 ) -> Tensor:
     """y_RD; the rows beyond the last slab are undefined. Slabs and R are multiples of ALIGNMENT, all else is bf16.
+    `recipe` is mxfp8.
 
     Raises ValueError when the rows are more than the kernels can count.
     """
     rows, (_, hidden, _, width) = x_RD.shape[0], w13_EF2D.shape
+    assert recipe.name == RECIPE
     assert rows % ALIGNMENT == 0, f"{rows} rows: slabs are not multiples of {ALIGNMENT}"
     if rows == 0:  # only exact sizes are 0, which the host knows anyway
         return by_gemm(HostSplits(counts_E), x_RD, weight_R, w13_EF2D, w2_EDF, late=late, source=source)
@@ -71,7 +77,7 @@ def fused(
     return Join.apply(y_RD, wgrad, weight_R if late else None)
 
 
-EXPERTS["te_fused"] = fused
+quantized_experts.EXPERTS["te_fused"] = fused
 
 
 def problems(found: te.Facts, dtype: torch.dtype, width: int, hidden: int, local_experts: int) -> list[str]:
@@ -79,9 +85,9 @@ def problems(found: te.Facts, dtype: torch.dtype, width: int, hidden: int, local
     said = []
     if problem := te.problem(found):
         said.append(problem)
-    elif found.capability is not None and not (10, 0) <= found.capability < (10, 7):
-        has = "{}.{}".format(*found.capability)
-        said.append(f"its kernels are of Blackwell, compute capability 10.0 to 10.6, and this device has {has}")
+    elif found.capability is not None and not support.find(RECIPE, "te_fused", found.capability):
+        spans, has = support.spans(RECIPE, "te_fused"), support.dotted(found.capability)
+        said.append(f"its kernels are of Blackwell, compute capability {spans}, and this device has {has}")
     if found.cudnn_frontend is None or te.release(found.cudnn_frontend) < te.release(OLDEST_FRONTEND):
         has = f"is {found.cudnn_frontend}" if found.cudnn_frontend else "is not installed"
         said.append(f"nvidia-cudnn-frontend {has}: pip install 'nvidia-cudnn-frontend>={OLDEST_FRONTEND}'")
@@ -89,10 +95,10 @@ def problems(found: te.Facts, dtype: torch.dtype, width: int, hidden: int, local
         said.append(f"it quantizes from bfloat16, not {dtype}")
     if width % 128 or hidden % 128:
         said.append(f"tiles of scales are 128 wide, but D = {width} or F = {hidden} % 128 != 0")
-    if local_experts > MAX_EXPERTS:
+    if local_experts > support.MAX_EXPERTS:
         said.append(
-            f"Transformer Engine quantizes {MAX_EXPERTS} matrices in one call, and a rank has {local_experts} experts; "
-            "raise parallelism.expert_parallel_degree"
+            f"Transformer Engine quantizes {support.MAX_EXPERTS} matrices in one call, and a rank has {local_experts} "
+            "experts; raise parallelism.expert_parallel_degree"
         )
     return said
 

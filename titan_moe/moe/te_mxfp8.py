@@ -32,7 +32,6 @@ from torch import Tensor
 
 ALIGNMENT = 256  # of slabs; FIX_PAD_SIZE in the kernels' source
 BLOCK = 32  # numbers with one scale
-MAX_EXPERTS = 64  # that TE quantizes in one call
 
 FP8, SCALE = torch.float8_e4m3fn, torch.float8_e8m0fnu
 

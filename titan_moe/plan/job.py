@@ -88,6 +88,8 @@ class Job:
     offload: frozenset[str] = frozenset()
     """Activations kept in host memory"""
     dispatcher: Dispatcher = "alltoall"
+    mxfp8_payload: bool = False
+    """Whether rows travel to experts as MXFP8, as with moe.te_ep_payload"""
     recv_buffer: Literal["exact", "worst_case"] | float = "exact"
     """Rows that a rank has room for; only te_ep's own memory follows it here"""
     ranks_per_node: int | None = None
@@ -243,6 +245,7 @@ def _from_config(config: Config, gpus: int, hardware: Hardware) -> Job:
         recompute_mode=ac.mode,
         recompute=frozenset(ac.recompute),
         dispatcher=auto if config.moe.dispatcher == "auto" else config.moe.dispatcher,
+        mxfp8_payload=config.moe.te_ep_payload == "mxfp8",
         recv_buffer=config.moe.recv_buffer,
         ranks_per_node=config.moe.ranks_per_node,
         routing="natural" if config.moe.force_balance == "none" else config.moe.force_balance,

@@ -83,7 +83,7 @@ def transfers(job: Job, software: Software, c: Constants) -> dict[str, float]:
     """Seconds alone of the four expert-parallel transfers of a layer; the backward of a combine is a dispatch."""
     nodes = traffic.nodes_of_ep(job)
     near, far = traffic.ep_copies(job)
-    first = "fp8" if software.fp8_dispatch else "bf16"
+    first = "fp8" if software.fp8_dispatch or job.mxfp8_payload else "bf16"
     found = {}
     for name, combine, payload in (
         ("dispatch", False, first),

@@ -25,7 +25,8 @@ from titan_moe.plan.job import Job
 
 DRAWS = 4000  # tokens of a Monte Carlo estimate: standard error of U below 0.015
 PAYLOAD = {"bf16": 1.0, "fp8": 0.516}
-"""Bytes of a row over its BF16 bytes: 1 byte an element, and a 4-byte scale for each 128 (8 for 256)"""
+"""Bytes of a row over its BF16 bytes: 1 byte an element, and a 4-byte scale for each 128 (8 for 256), or
+1 byte for each 32"""
 
 IMBALANCE = {"natural": 1.10, "balanced_random": 1.02, "round_robin": 1.0}
 """Rows of the busiest rank over the mean. Learned routing: forced balance ran a Qwen3-235B 1.24 times (16 k tokens) and

@@ -19,10 +19,11 @@ from torchtitan.config.override import derive
 from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.linear import Linear
 
-from titan_moe.moe.experts import linear
+from titan_moe.moe.experts import GroupedGemm, linear
 from titan_moe.precision.gemm import DenseGemm, QuantizedGemm
 from titan_moe.precision.layers import Chosen
 from titan_moe.precision.recipes import RECIPES
+from titan_moe.precision.te_linear import TEGemm
 
 
 class QuantizedLinear(Linear):
@@ -30,12 +31,18 @@ class QuantizedLinear(Linear):
     class Config(Linear.Config):
         recipe: str
         keeps_input: bool = False
+        backend: str = "emulated"
+        """Or "te", for Transformer Engine's quantizers and GEMM"""
 
     def __init__(self, config: Config):
         super().__init__(config)
         assert not config.bias
         recipe = RECIPES[config.recipe]
-        self.gemm = QuantizedGemm(DenseGemm(), recipe, keeps_input=config.keeps_input)
+        self.gemm: GroupedGemm
+        if config.backend == "te":
+            self.gemm = TEGemm(recipe, keeps_input=config.keeps_input)
+        else:
+            self.gemm = QuantizedGemm(DenseGemm(), recipe, keeps_input=config.keeps_input)
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
@@ -44,7 +51,7 @@ class QuantizedLinear(Linear):
         return out_TO.unflatten(0, input.shape[:-1])
 
 
-def quantize_linears(layer: TransformerBlock.Config, chosen: Chosen) -> None:
+def quantize_linears(layer: TransformerBlock.Config, chosen: Chosen, backend: str) -> None:
     """Put quantized nodes in the config of a layer, in place of those that are chosen."""
     for fqn, config, parent, attribute in list(layer.traverse(Linear.Config)):
         if (name := name_of(fqn)) in chosen.linears:
@@ -52,6 +59,7 @@ def quantize_linears(layer: TransformerBlock.Config, chosen: Chosen) -> None:
             settings = {
                 "recipe": chosen.recipe.name,
                 "keeps_input": name in chosen.kept_inputs,
+                "backend": backend,
             }
             setattr(parent, attribute, derive(config, QuantizedLinear.Config, **settings))
 

@@ -8,6 +8,7 @@ from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.flavors import Flavor
 from titan_moe.mesh_check import microbatch_size, region_tokens
+from titan_moe.precision.backend import backend_of_linears
 from titan_moe.precision.layers import GROUPS, Chosen, chosen, linears
 from titan_moe.precision.recipes import Format
 
@@ -25,10 +26,13 @@ def precision_report(config: Config) -> list[str]:
             what.append(group)
         else:
             what += sorted(of_group & low.linears)
-    line = f"Precision: GEMMs in {low.recipe.name}, emulated, of {', '.join(what)}"
+    line = f"Precision: GEMMs in {low.recipe.name} of {', '.join(what)}"
     if low.kept:
         line += f"; layers {', '.join(map(str, sorted(low.kept)))} stay in {config.training.mixed_precision_param}"
     lines = [line]
+    if low.linears:
+        by, why = backend_of_linears(config, flavor, low)
+        lines.append(f"Precision: linear layers {'by Transformer Engine' if by == 'te' else by} ({why})")
     if config.activation_checkpoint.mode == "none":
         quantized, plain = kept_bytes(config, flavor, low)
         less, kept = (f"{size / 2**20:,.2f} MiB" for size in (plain - quantized, quantized))

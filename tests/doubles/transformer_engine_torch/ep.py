@@ -51,6 +51,7 @@ class Group:
 
 _group: Group | None = None
 calls: list[str] = []  # what was called, for tests to read
+sent: list[tuple[str, int]] = []  # bytes of rows that went to other ranks, by call
 _destroy_process_group = dist.destroy_process_group
 
 
@@ -158,11 +159,9 @@ def ep_dispatch(
     handle = _call("dispatch", handle_mem)
     _check_ids(topk_idx)
     assert torch.equal(topk_idx, handle.ids), "dispatch of another routing than the handle was prepared for"
-    _check(tokens, torch.bfloat16, (*topk_idx.shape[:1], _ep().dim))
     _check(topk_weights, torch.float32, topk_idx.shape)
-    _check_received(handle, recv_tokens)
     _check(recv_topk_weights, torch.float32, recv_tokens.shape[:1])
-    _scatter(handle, tokens, recv_tokens)
+    _send("dispatch", handle, tokens, recv_tokens, tokens_scale_inv, recv_scale_inv)
     weights = _gather(topk_weights, handle.tokens, NAN)
     recv_topk_weights.fill_(NAN)[: handle.filled] = 0
     rows, mine = _mine(handle)
@@ -197,9 +196,7 @@ def ep_combine_bwd(
     grad_expert_out_scale_inv: Tensor | None = None,
 ) -> None:
     handle = _call("combine_bwd", handle_mem)
-    _check(grad, torch.bfloat16, (handle.ids.shape[0], _ep().dim))
-    _check_received(handle, grad_expert_out)
-    _scatter(handle, grad, grad_expert_out)
+    _send("combine_bwd", handle, grad, grad_expert_out, grad_scale_inv, grad_expert_out_scale_inv)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,6 +233,29 @@ def _check_received(handle: Handle, rows_RD: Tensor) -> None:
     _check(rows_RD, torch.bfloat16, (_ep().capacity or handle.total, _ep().dim))
 
 
+def _send(
+    name: str, handle: Handle, rows_TD: Tensor, out_RD: Tensor, scales_TS: Tensor | None, out_RS: Tensor | None
+) -> None:
+    """Rows in bf16, or in MXFP8 with their scales."""
+    T, D, R = handle.ids.shape[0], _ep().dim, _ep().capacity or handle.total
+    dtype = torch.bfloat16 if scales_TS is None else torch.float8_e4m3fn
+    _check(rows_TD, dtype, (T, D))
+    _check(out_RD, dtype, (R, D))
+    pairs = [(rows_TD, out_RD)]
+    if scales_TS is not None:
+        assert out_RS is not None, "recv_scale_inv must be provided together with tokens_scale_inv"
+        assert D % 512 == 0 and _ep().alignment == 128, "rows of scales of 16 bytes, slabs of 128 rows"
+        _check(scales_TS, torch.uint8, (T, D // 32))
+        _check(out_RS, torch.uint8, (R, D // 32))
+        pairs.append((scales_TS, out_RS))
+    owners = handle.rows[_ep().group.rank(), :T] >> 32  # -1 of a dropped copy
+    ranks = [torch.any(owners == rank, dim=1).sum() for rank in range(_ep().group.size()) if rank != _ep().group.rank()]
+    sent.append((name, int(sum(ranks)) * sum(rows.element_size() * rows.shape[1] for rows, _ in pairs)))
+    for rows, out in pairs:
+        as_bytes = rows.element_size() == 1
+        _scatter(handle, rows.view(torch.uint8) if as_bytes else rows, out.view(torch.uint8) if as_bytes else out)
+
+
 def _same_everywhere(name: str, *numbers: int) -> None:
     calls.append(name)
     everyones: list[Any] = [None] * _ep().group.size()
@@ -264,8 +284,9 @@ def _mine(handle: Handle) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 def _scatter(handle: Handle, x_TD: Tensor, out_RD: Tensor) -> None:
     """Every copy of a row to its place; zeros in padding, nothing defined behind it."""
-    everyones = _gather(x_TD, handle.tokens, NAN)
-    out_RD.fill_(NAN)[: handle.filled] = 0
+    undefined = NAN if x_TD.is_floating_point() else 0xFF
+    everyones = _gather(x_TD, handle.tokens, undefined)
+    out_RD.fill_(undefined)[: handle.filled] = 0
     rows, (rank, token, _) = _mine(handle)
     out_RD[rows] = everyones[rank, token]
 

@@ -1,4 +1,4 @@
-"""Quantization to MXFP8 of packed matrices, under the rules of TE's kernel.
+"""Quantization to MXFP8 of packed matrices, for quantization.py.
 
 Scales are tiled as tensor cores read them: scale [i, j] of a tile of 128 x 4 lies at [i % 32, i // 32, j]. Columnwise
 data stay where they were, and their scales are those of the transposed matrix.
@@ -6,60 +6,26 @@ data stay where they were, and their scales are those of the transposed matrix.
 Shape letters: R rows, K columns, S = K / 32.
 """
 
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 _BLOCK = 32
 _UNDEFINED = 0xFF  # NaN, as data in e4m3 and as a scale
 
 
-def group_quantize(
-    tensor: Tensor,
-    quantizer: MXFP8Quantizer,
-    num_tensors: int,
-    first_dims: Tensor | None,
-    last_dims: Tensor | None = None,
-    tensor_offsets: Tensor | None = None,
-    noop_flag: Tensor | None = None,
-    output=None,
-):
-    """Rows beyond the last slab are not written."""
-    assert tensor.dim() == 2 and tensor.is_contiguous(), "the kernel reads memory and does not look at strides"
-    assert tensor.dtype == torch.bfloat16, "the double quantizes from bf16"
-    assert not (torch.is_grad_enabled() and tensor.requires_grad), "no autograd in here"
-    assert isinstance(quantizer, MXFP8Quantizer) and quantizer.optimize_for_gemm and quantizer.internal
-    assert last_dims is None and noop_flag is None and output is None, "the double does not do these"
-    assert 1 <= num_tensors <= 64, "Number of tensors in a group must be between 1 and 64."
-    R, K = tensor.shape
-    assert R % 128 == 0 and K % 128 == 0, "the double knows whole tiles of scales only"
-    data, scales = (tensor.new_full((n,), _UNDEFINED, dtype=torch.uint8) for n in (R * K, R * K // _BLOCK))
-    if first_dims is None:
-        assert tensor_offsets is None and R % num_tensors == 0 and R // num_tensors % 128 == 0, "equal matrices"
-        counts = [R // num_tensors] * num_tensors
-    else:
-        for values, length in ((first_dims, num_tensors), (tensor_offsets, num_tensors + 1)):
-            assert (
-                values is not None
-                and values.dtype == torch.int64
-                and values.shape == (length,)
-                and values.is_contiguous()
-            )
-        counts = [] if isinstance(tensor, FakeTensor) else first_dims.tolist()
-    if not isinstance(tensor, FakeTensor):
-        assert all(count % 128 == 0 for count in counts) and sum(counts) <= R, f"slabs of {counts} rows in {R}"
-        if tensor_offsets is not None:
-            begins = [sum(counts[:n]) * K for n in range(num_tensors + 1)]
-            assert tensor_offsets.tolist() == begins, "where slabs begin, in elements"
-        for rows, flat, tiles in zip(tensor.split([*counts, R - sum(counts)])[:-1], *_parts(data, scales, counts, K)):
-            quantized, exponents = _quantized(rows.T if quantizer._columnwise else rows)
-            flat.copy_((quantized.T if quantizer._columnwise else quantized).reshape(-1))
-            tiles.copy_(_tiled(exponents).reshape(-1))
-    names = ("columnwise_data", "columnwise_scale_inv") if quantizer._columnwise else ("rowwise_data", "scale_inv")
-    return SimpleNamespace(**dict(zip(names, (data, scales))))
+def _quantized_group(values_RK: Tensor, counts: list[int], columns: bool) -> tuple[Tensor, Tensor]:
+    """Data and scales, both flat. Rows beyond the last slab are not written."""
+    R, K = values_RK.shape
+    data, scales = (values_RK.new_full((n,), _UNDEFINED, dtype=torch.uint8) for n in (R * K, R * K // _BLOCK))
+    if isinstance(values_RK, FakeTensor):
+        return data, scales
+    slabs = values_RK.split([*counts, R - sum(counts)])[:-1]
+    for rows, flat, tiles in zip(slabs, *_parts(data, scales, counts, K)):
+        quantized, exponents = _quantized(rows.T if columns else rows)
+        flat.copy_((quantized.T if columns else quantized).reshape(-1))
+        tiles.copy_(_tiled(exponents).reshape(-1))
+    return data, scales
 
 
 def _parts(data: Tensor, scales: Tensor, counts: list[int], K: int) -> list[list[Tensor]]:

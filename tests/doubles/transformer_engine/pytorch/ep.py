@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 import transformer_engine_torch as tex
 
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
+
 _STATE = SimpleNamespace(bootstrapped=False, eager=False)
 
 
@@ -90,6 +93,15 @@ def ep_prepare(buffer: "EpBuffer", topk_idx: torch.Tensor) -> torch.Tensor:
         buffer.total_recv_tokens,
     )
     return buffer.tokens_per_expert
+
+
+def _quantize_mxfp8(x: torch.Tensor):
+    """(quantized, its scales in compact order): a token's row of scales travels in pieces of 16 bytes."""
+    assert x.shape[0] % 32 == 0 and x.shape[1] % 512 == 0, f"{tuple(x.shape)}: MXFP8 dispatch takes other sizes"
+    assert x.dtype == torch.bfloat16 and x.is_contiguous()
+    data, scales = tex.mxfp8._quantized(x)
+    quantized = MXFP8TensorStorage(data, scales, None, None, DType.kFloat8E4M3, None, False, fake_dtype=x.dtype)
+    return quantized, scales
 
 
 def _ep_dispatch_raw(
