@@ -128,8 +128,8 @@ def cases_of_1(out: Path) -> dict[str, Case]:
         "one_rank_fp8_block": ["--precision.recipe=fp8_block", *TILED],
         "one_rank_nvfp4": NVFP4,
         "one_rank_nvfp4_selective": [*NVFP4, SELECTIVE],
-        "nvfp4_saved": [*NVFP4, "--training.steps=2", "--checkpoint.enable", f"--job.dump_folder={out / 'nvfp4'}"],
-        "nvfp4_resumed": [*NVFP4, "--checkpoint.enable", f"--job.dump_folder={out / 'nvfp4'}"],
+        "resumed_nvfp4": [*NVFP4, "--training.steps=2", "--checkpoint.enable"],
+        "resumed_nvfp4_again": [*NVFP4, "--checkpoint.enable", f"--job.dump_folder={out / 'resumed_nvfp4'}"],
     }
     debug = {
         f"debug_{recipe}": Case([f"--precision.recipe={recipe}"], base=DEBUG)

@@ -50,9 +50,10 @@ def test_recompute_changes_nothing(outcome):
 
 
 def test_a_resumed_run_rounds_by_the_same_chance(outcome):
-    outcome(1, "nvfp4_saved")
-    resumed = [record["loss"] for record in outcome(1, "nvfp4_resumed").metrics.values()]
-    assert resumed == outcome(1, "one_rank_nvfp4").losses
+    """Two steps, a checkpoint, and two more in another process."""
+    resumed = outcome(1, "resumed_nvfp4").metrics
+    assert [record["attempt"] for record in resumed.values()] == [1, 1, 2, 2]
+    assert [record["loss"] for record in resumed.values()] == outcome(1, "one_rank_nvfp4").losses
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "fp8_block", "nvfp4"])

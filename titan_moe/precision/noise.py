@@ -12,12 +12,14 @@ those of another chance.
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from titan_moe.sources.piece import hashed_bytes
 
 
 def generator(device: torch.device) -> torch.Generator:
     """For one rounding. Waits for no device."""
-    draw = int(torch.empty((), dtype=torch.int64).random_())
+    with unset_fake_temporarily():  # a dry run has no numbers
+        draw = int(torch.empty((), dtype=torch.int64).random_())
     rank = dist.get_rank() if dist.is_initialized() else 0
     return torch.Generator(device).manual_seed(int.from_bytes(hashed_bytes(8, "rounding", rank, draw), "little") >> 1)
