@@ -21,7 +21,7 @@ class Checkpointer:
         ("Missing key in checkpoint state_dict: dataloader.shard.16.", "fewer shards or sources: put .*training"),
         (
             "Missing key in checkpoint state_dict: optimizer.state.norm.weight.step.",
-            "only weights .* checkpoint.load_step",
+            "only weights .* move it away .* checkpoint.initial_load_path",
         ),
     ],
 )

@@ -118,6 +118,18 @@ def test_an_older_step_is_not_resumed_beside_newer_ones(capsys: pytest.CaptureFi
     accepted(capsys, [*argv, "--checkpoint.load_step=20"], {})
 
 
+def test_a_folder_of_checkpoints_is_none(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    newest = Path("mine") / "checkpoint" / "step-20"
+    newest.mkdir(parents=True)
+    for start in (newest.parent, newest.parent.parent):
+        message = refused(capsys, [config, "--checkpoint.enable", f"--checkpoint.initial_load_path={start}/"], {})
+        assert f"is no checkpoint, but holds some; name one of them, such as {newest}" in message
+    accepted(capsys, [config, "--checkpoint.enable", f"--checkpoint.initial_load_path={newest}/"], {})
+    gone = [config, "--checkpoint.enable", "--checkpoint.initial_load_path=gone"]
+    assert "is no folder" in refused(capsys, gone, {})
+    accepted(capsys, [*gone, "--job.dump_folder=mine"], {})  # a run that has checkpoints of its own does not look at it
+
+
 def test_what_only_gpus_cannot_do_is_refused_where_there_are_some(
     capsys: pytest.CaptureFixture[str], config: str
 ) -> None:

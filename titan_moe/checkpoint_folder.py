@@ -15,12 +15,14 @@ one after the other) and in a copy that was cut short: what it lists is missing 
 Imports no torch.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -75,8 +77,13 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"{MANIFEST} cannot be read: {error}") from None
     try:
         content = json.loads(stored)
+        version = content["version"]
+        if version != VERSION and content.pop("sha256") == _digest(content):
+            raise Damaged(f"{MANIFEST} is of format {version}, from another version of this program, not {VERSION}")
         files = [File(**file) for file in content["files"]]
         manifest = Manifest(step=content["step"], world_size=content["world_size"], files=files)
+    except Damaged:
+        raise
     except (ValueError, TypeError, KeyError):
         manifest = None
     if manifest is None or manifest.text().encode() != stored:
@@ -123,9 +130,24 @@ def steps(folder: Path) -> list[int]:
     return sorted((int(name[5:]) for name in names if re.fullmatch("step-(0|[1-9][0-9]*)", name)), reverse=True)
 
 
+def misnamed(path: Path) -> str | None:
+    """Why this cannot be the folder of a checkpoint, and what to name instead; None if it can."""
+    if not path.is_dir():
+        return "is no folder; name a checkpoint's step-N folder"
+    for place in (path, path / "checkpoint"):
+        if found := steps(place):
+            return f"is no checkpoint, but holds some; name one of them, such as {step_folder(place, found[0])}"
+    return None
+
+
 def publish(checkpoint: Path, step: int, world_size: int, files: Sequence[File]) -> None:
-    """Complete the checkpoint that was written in its temporary folder: manifest, sync, rename. Raises OSError."""
+    """Complete the checkpoint that was written in its temporary folder: manifest, sync, rename. Raises OSError, also
+    when a file that a rank wrote is not there: another node may have another folder of that name."""
     temporary, replaced = hidden(checkpoint, TMP), hidden(checkpoint, REPLACED)
+    try:
+        check_sizes(temporary, files)
+    except Damaged as damage:
+        raise OSError(errno.ENOENT, f"{damage}; do all nodes see the same folder?", str(temporary)) from damage
     with (temporary / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(Manifest(step, world_size, list(files)).text())
         file.flush()
@@ -135,7 +157,17 @@ def publish(checkpoint: Path, step: int, world_size: int, files: Sequence[File])
         os.rename(checkpoint, replaced)
     os.rename(temporary, checkpoint)
     sync_folder(checkpoint.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):  # the next start tries again
+        remove(replaced)
+
+
+def remove(path: Path | str) -> None:
+    """A checkpoint that is none any more, if it is there; of a link to one elsewhere, only the link. Raises OSError."""
+    path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -162,7 +194,7 @@ def prepare(folder: Path) -> None:
             if left[2] == REPLACED and not (folder / left[1]).exists():
                 os.rename(path, folder / left[1])
             else:
-                shutil.rmtree(path)
+                remove(path)
     except OSError as error:
         raise ValueError(
             f"checkpoint.folder: {folder} cannot be written: {error}; mend that, or give another --job.dump_folder"

@@ -168,9 +168,11 @@ class VerifiedCheckpoints(CheckpointManager):
         """The checkpoint of `step`, or the newest that can be trusted (-1), or initial_load_path; False if there is
         none of them. Raises ValueError if there are some, but none that can be trusted."""
         folder = Path(self.folder)
-        found = [step] if step >= 0 else runtime.on_rank_0(lambda: steps(folder))
+        there = runtime.on_rank_0(lambda: steps(folder))
+        if step >= 0 and step not in there:
+            raise ValueError(f"checkpoint.load_step = {step}: {folder} has steps {there[::-1]}; choose one, or -1")
         refused: dict[int, str] = {}
-        for candidate in found:
+        for candidate in [step] if step >= 0 else there:
             if problem := self._damage(step_folder(folder, candidate), candidate):
                 refused[candidate] = problem
                 logger.error(f"CHECKPOINT step-{candidate} IS DAMAGED AND NOT LOADED: {problem}")
@@ -185,8 +187,11 @@ class VerifiedCheckpoints(CheckpointManager):
                 f"No checkpoint of {folder} that was to be loaded is as it was written:{listed}\nBring one back, or "
                 f"move the folder away to start from the beginning; {UNVERIFIED}"
             )
-        if (start := self.initial_load_path) and (problem := self._damage(Path(start), None)):
-            raise ValueError(f"checkpoint.initial_load_path = {start!r}: {problem}; {UNVERIFIED}")
+        if start := self.initial_load_path:
+            if problem := runtime.on_rank_0(lambda: checkpoint_folder.misnamed(Path(start))):
+                raise ValueError(f"checkpoint.initial_load_path = {start!r}: {problem}")
+            if problem := self._damage(Path(start), None):
+                raise ValueError(f"checkpoint.initial_load_path = {start!r}: {problem}; {UNVERIFIED}")
         return super()._load(-1)
 
     def _went_back(self, step: int, refused: dict[int, str]) -> None:

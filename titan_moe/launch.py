@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_moe import config_file, config_help, placement, run_folder, titan_dispatchers_check
+from titan_moe import checkpoint_folder, config_file, config_help, placement, run_folder, titan_dispatchers_check
 from titan_moe.config import Config
 from titan_moe.config_check import NEEDS_GPU
 from titan_moe.config_file import ConfigError, Loaded
@@ -119,10 +119,11 @@ def _checkpoints(config: Config, folder: Path) -> list[str]:
     if not config.checkpoint.enable:  # nothing is loaded, and config_check says so
         return []
     start, step, found = config.checkpoint.initial_load_path, config.checkpoint.load_step, []
-    if start and not Path(start).is_dir():
-        found.append(f"checkpoint.initial_load_path = {start!r}: is no folder; name a checkpoint's step-N folder")
-    names = [path.name.removeprefix("step-") for path in (folder / config.checkpoint.folder).glob("step-*")]
-    steps = sorted(int(name) for name in names if name.isdigit())
+    steps = checkpoint_folder.steps(folder / config.checkpoint.folder)[::-1]
+    if (
+        start and not steps and (problem := checkpoint_folder.misnamed(Path(start)))
+    ):  # a resume does not need it any more
+        found.append(f"checkpoint.initial_load_path = {start!r}: {problem}")
     if step >= 0 and step not in steps:
         found.append(f"checkpoint.load_step = {step}: {folder} has steps {steps}; choose one, or -1 for the newest")
     elif step >= 0 and (newer := [there for there in steps if there > step]):

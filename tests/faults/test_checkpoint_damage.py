@@ -1,5 +1,6 @@
 """Checkpoints that are not as they were written: refused, with the file named; an older one is taken, or none."""
 
+import json
 import os
 import pickle
 import re
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.faults.checkpoint_run import Job, TinyRun, join
-from titan_moe import checkpoint_io
+from titan_moe import checkpoint_folder, checkpoint_io
 from titan_moe.checkpoint import load
 from titan_moe.checkpoint_folder import MANIFEST, Damaged, File, Manifest, read_manifest, steps
 
@@ -106,6 +107,27 @@ def test_a_step_that_was_asked_for_is_not_replaced_by_another(folder):
     run.manager.close()
 
 
+@pytest.mark.parametrize("verify", ["full", "none"])
+def test_a_step_that_is_not_there_is_told(folder, verify):
+    run = TinyRun(folder.parent, verify=verify)
+    with pytest.raises(ValueError, match=r"checkpoint.load_step = 9: .* has steps \[1, 2\]; choose one"):
+        load(run.manager, 9)
+    run.manager.close()
+
+
+def test_a_checkpoint_of_another_format_is_told_from_a_damaged_one(folder):
+    """A later version's manifest may say more than this one knows."""
+    path = folder / "step-2" / MANIFEST
+    content = json.loads(path.read_text()) | {"version": 2, "more": [1]}
+    content["sha256"] = checkpoint_folder._digest({key: value for key, value in content.items() if key != "sha256"})
+    path.write_text(json.dumps(content))
+    with pytest.raises(Damaged, match="is of format 2, from another version of this program"):
+        read_manifest(folder / "step-2")
+    path.write_text(path.read_text().replace("__0_0", "__0_9"))
+    with pytest.raises(Damaged, match="its own hash do not fit"):
+        read_manifest(folder / "step-2")
+
+
 def test_all_ranks_go_back_when_one_reads_a_damaged_file(folder, tmp_path):
     flip(folder / "step-2" / "__1_0.distcp", 0.5)
     job = Job(tmp_path / "store", resume, folder.parent, world_size=2)
@@ -128,6 +150,10 @@ def test_the_checkpoint_of_another_run_is_verified_too(folder, tmp_path):
     with pytest.raises(ValueError, match="initial_load_path = .*__1_0.distcp has .* bytes; .* were written; .*none"):
         load(run.manager, -1)
     assert (folder / "step-2").is_dir(), "it belongs to another run"
+    run.manager.close()
+    run = TinyRun(tmp_path / "new", initial_load_path=str(folder), verify="none")
+    with pytest.raises(ValueError, match="initial_load_path = .* holds some; name one of them, such as .*/step-2"):
+        load(run.manager, -1)
     run.manager.close()
 
 

@@ -178,11 +178,35 @@ def test_a_start_removes_what_a_killed_run_left_and_nothing_else(one_rank, tmp_p
     (folder / "step-2").rename(hidden(folder / "step-2", REPLACED))  # killed between two renames
     for kept in ("damaged-step-9", ".step-x.tmp", "mine"):
         (folder / kept).mkdir()
+    hidden(folder / "step-0", DELETED).symlink_to(folder / "mine")  # a step that was moved to another disk
+    hidden(folder / "step-4", REPLACED).touch()  # a file in the place of a step, which was there then
+    (folder / "step-4").mkdir()
     checkpoint_folder.prepare(folder)
-    assert sorted(path.name for path in folder.iterdir()) == [".step-x.tmp", "damaged-step-9", "mine", "step-2"]
+    expected = [".step-x.tmp", "damaged-step-9", "mine", "step-2", "step-4"]
+    assert sorted(path.name for path in folder.iterdir()) == expected
+    (folder / "step-4").rmdir()
     run = TinyRun(tmp_path)
     assert run.manager.load() and run.steps() == {2}
     run.manager.close()
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_checkpoint_that_lacks_a_rank_s_file_is_not_published(one_rank, tmp_path, monkeypatch, async_mode):
+    """As where a node writes into a folder of its own: no other checkpoint may go for that one."""
+    run = TinyRun(tmp_path, async_mode=async_mode, keep_latest_k=2)
+    run.save(1)
+    save_and_wait(run, 2)
+    publish = checkpoint_io.publish
+
+    def lose(checkpoint, *what) -> None:
+        (hidden(checkpoint, TMP) / "__0_0.distcp").rename(tmp_path / "elsewhere")
+        publish(checkpoint, *what)
+
+    monkeypatch.setattr(checkpoint_io, "publish", lose)
+    with pytest.raises(ValueError, match=r"step-3 could .*__0_0.distcp is missing .*do all nodes see the same folder"):
+        save_and_wait(run, 3)
+    run.manager.close()
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-1", "step-2"]
 
 
 def test_an_error_elsewhere_waits_for_the_checkpoint_in_the_background(one_rank, tmp_path, monkeypatch, caplog):
