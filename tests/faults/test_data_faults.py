@@ -297,6 +297,7 @@ def command(tmp_path: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_file_that_vanishes_from_under_one_rank_ends_all_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

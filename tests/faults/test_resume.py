@@ -22,15 +22,16 @@ WORKERS = ["--training.dataloader.num_workers=2"]
 RANDOM = "--moe.force_balance=balanced_random"
 
 
-# What a resume has to carry over, or to come to anew: drawn random numbers, also where a pipeline learns its stages'
-# shapes anew; buffers that had grown; the bias, MTP's too; workers ahead; samples in the middle of a document.
+# What a resume has to carry over, or to come to anew: drawn random numbers, also where a step runs again; buffers that
+# had grown; the bias, MTP's too; workers ahead; samples in the middle of a document.
 DEFAULT = {
     "mixture": in_parts("mixture", [1, 3, 6], [*RARELY, *WORKERS]),
-    "pp2_random": in_parts("pp2_random", [1, 3], [PP2, RANDOM], 2),
-    "ep2_factor_mtp": in_parts("ep2_factor_mtp", [1, 3], [EP2, MTP1, FULL, "--moe.recv_buffer=1"], 2),
+    "ep2_random_factor_mtp": in_parts("ep2_random_factor_mtp", [1, 3], [EP2, RANDOM, MTP1, "--moe.recv_buffer=1"], 2),
 }
 ONE_STEP_EACH = [1, 2, 3, 4]
 SLOW = {
+    "pp2_random": in_parts("pp2_random", [1, 3], [PP2, RANDOM], 2),
+    "ep2_full_factor_mtp": in_parts("ep2_full_factor_mtp", [1, 3], [EP2, MTP1, FULL, "--moe.recv_buffer=1"], 2),
     **{kind: in_parts(kind, ONE_STEP_EACH, [*RARELY]) for kind in ("text", "lines", "rows", "tokens", "hub")},
     "python_stdlib": in_parts("python_stdlib", ONE_STEP_EACH, [*WORKERS, "--training.dataset=python_stdlib"]),
     "hub_workers": in_parts("hub_workers", [1, 3], [*RARELY, *WORKERS]),
