@@ -59,12 +59,17 @@ class Damaged(ValueError):
     """Why a checkpoint is not complete: the file, and what is wrong with it."""
 
 
+class ForeignFormat(ValueError):
+    """That a checkpoint is whole, but another version's: nothing to go back from."""
+
+
 def _digest(content: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Of a checkpoint's folder; raises Damaged if there is none, or it is not as it was written."""
+    """Of a checkpoint's folder; raises Damaged if there is none, or it is not as it was written, and ForeignFormat if
+    another version wrote it."""
     if not folder.is_dir():
         raise Damaged("there is no such folder")
     try:
@@ -79,10 +84,13 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads(stored)
         version = content["version"]
         if version != VERSION and content.pop("sha256") == _digest(content):
-            raise Damaged(f"{MANIFEST} is of format {version}, from another version of this program, not {VERSION}")
+            raise ForeignFormat(
+                f"{folder / MANIFEST} is of format {version}, from another version of this program, not {VERSION}: go on "
+                "with the version that wrote it, or move that checkpoint away"
+            )
         files = [File(**file) for file in content["files"]]
         manifest = Manifest(step=content["step"], world_size=content["world_size"], files=files)
-    except Damaged:
+    except ForeignFormat:
         raise
     except (ValueError, TypeError, KeyError):
         manifest = None
