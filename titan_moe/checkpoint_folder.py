@@ -85,8 +85,8 @@ def read_manifest(folder: Path) -> Manifest:
         version = content["version"]
         if version != VERSION and content.pop("sha256") == _digest(content):
             raise ForeignFormat(
-                f"{folder / MANIFEST} is of format {version}, from another version of this program, not {VERSION}: go on "
-                "with the version that wrote it, or move that checkpoint away"
+                f"{folder / MANIFEST} is of format {version}, from another version of this program, not {VERSION}: go "
+                "on with the version that wrote it, or move that checkpoint away"
             )
         files = [File(**file) for file in content["files"]]
         manifest = Manifest(step=content["step"], world_size=content["world_size"], files=files)

@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_format_is_told_from_a_damaged_one(folder):
     with pytest.raises(ForeignFormat, match="is of format 2, from another version of this program"):
         load(run.manager, -1)  # and not gone back from: it is whole
     run.manager.close()
-    assert steps(folder) == [1, 2]
+    assert sorted(steps(folder)) == [1, 2]
     path.write_text(path.read_text().replace("__0_0", "__0_9"))
     with pytest.raises(Damaged, match="its own hash do not fit"):
         read_manifest(folder / "step-2")
