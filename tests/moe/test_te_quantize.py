@@ -195,6 +195,26 @@ def test_a_linear_layer(machine, name, rows):
         assert difference(result.detach(), reference) < TOLERANCE
 
 
+@pytest.mark.parametrize("machine", ["Blackwell"], indirect=True)
+def test_linear_layers_with_one_input_quantize_and_keep_it_once(machine, monkeypatch):
+    import transformer_engine_torch as tex
+
+    quantize, quantized = tex.quantize, []
+    monkeypatch.setattr(tex, "quantize", lambda values, made: quantized.append(values.shape) or quantize(values, made))
+    x, recipe, kept = torch.randn(64, D).bfloat16().requires_grad_(), RECIPES["mxfp8"], []
+    weights = [torch.randn(F, D).bfloat16().requires_grad_() for _ in range(2)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = sum(linear(TEGemm(recipe), x, w) for w in weights)
+    assert quantized.count(x.shape) == 2, "by rows and by columns"
+    copies = [t.data_ptr() for t in kept if t.shape == x.shape]
+    assert len(copies) == 2 and len({*copies}) == 1
+    alone = [linear(TEGemm(recipe), x.detach().clone(), w) for w in weights]
+    assert torch.equal(y, sum(alone))
+    for got, w in zip(torch.autograd.grad(y.sum(), weights), weights, strict=True):
+        other = linear(TEGemm(recipe), x.detach().clone(), w)
+        assert torch.equal(got, torch.autograd.grad(other.sum(), w)[0])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is kept, and when the host waits
 

@@ -75,11 +75,8 @@ def recipe_problem(
         return why
     if dtype != torch.bfloat16:
         return f"Transformer Engine quantizes from bfloat16 here, not from {dtype}"
-    if local_experts > support.MAX_EXPERTS:
-        return (
-            f"Transformer Engine quantizes {support.MAX_EXPERTS} matrices in one call, and a rank has {local_experts} "
-            "experts; raise parallelism.expert_parallel_degree"
-        )
+    if why := support.experts_problem(local_experts):
+        return why
     why = support.te_problem(recipe.name, "host splits", found.capability)
     return why or support.width_problem(recipe.name, "host splits", width, hidden)
 

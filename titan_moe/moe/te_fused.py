@@ -95,11 +95,8 @@ def problems(found: te.Facts, dtype: torch.dtype, width: int, hidden: int, local
         said.append(f"it quantizes from bfloat16, not {dtype}")
     if width % 128 or hidden % 128:
         said.append(f"tiles of scales are 128 wide, but D = {width} or F = {hidden} % 128 != 0")
-    if local_experts > support.MAX_EXPERTS:
-        said.append(
-            f"Transformer Engine quantizes {support.MAX_EXPERTS} matrices in one call, and a rank has {local_experts} "
-            "experts; raise parallelism.expert_parallel_degree"
-        )
+    if why := support.experts_problem(local_experts):
+        said.append(why)
     return said
 
 

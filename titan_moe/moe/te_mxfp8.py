@@ -30,6 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titan_moe.moe.te_quantize import quantizer
+from titan_moe.precision.recipes import RECIPES
+
 ALIGNMENT = 256  # of slabs; FIX_PAD_SIZE in the kernels' source
 BLOCK = 32  # numbers with one scale
 
@@ -193,13 +196,9 @@ def _quantize(
 ) -> Quantized:
     """Packed matrices in FP8, and their scales in one dimension. Without counts they are equal."""
     import transformer_engine_torch as tex
-    from transformer_engine.pytorch.constants import DType
-    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
-    quantizer = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=not columnwise, columnwise=columnwise)
-    quantizer.optimize_for_gemm = True  # scales in tiles
-    quantizer.internal = True  # plain storage, no tensor subclass
-    out = tex.group_quantize(rows.contiguous(), quantizer, matrices, counts_E, tensor_offsets=begins)
+    made = quantizer(RECIPES["mxfp8"], "x", rows=not columnwise, columns=columnwise, group=True)
+    out = tex.group_quantize(rows.contiguous(), made, matrices, counts_E, tensor_offsets=begins)
     data, scales = (out.columnwise_data, out.columnwise_scale_inv) if columnwise else (out.rowwise_data, out.scale_inv)
     return Quantized(data.view(FP8).view(rows.shape), scales.view(SCALE).view(-1))
 

@@ -22,7 +22,6 @@ NVFP4, for which TE has no kernel that quantizes a group in square blocks: those
 Shape letters: as in experts.py.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -136,8 +135,10 @@ class Kept:
         """The copies. They are new objects: what wgrad has used must not live on in this one."""
         left, restored = list(tensors), []
         for empty, there in zip(self.empty, self.there):
-            restored.append(copy.copy(empty))
-            assert not restored[-1].restore_from_saved([left.pop(0) if this else None for this in there])
+            one = object.__new__(type(empty))  # not copy.copy: TE's __new__ asks for all that the object holds
+            vars(one).update(vars(empty))
+            assert not one.restore_from_saved([left.pop(0) if this else None for this in there])
+            restored.append(one)
         return Columns(restored, self.width)
 
 

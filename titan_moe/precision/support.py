@@ -115,6 +115,16 @@ def width_problem(recipe: str, path: Path, *widths: int) -> str | None:
     return f"{recipe} wants widths that are multiples of {multiple}, but {', '.join(wrong)}" if wrong else None
 
 
+def experts_problem(local_experts: int) -> str | None:
+    """Why TE cannot quantize the experts of a rank, or None."""
+    if local_experts <= MAX_EXPERTS:
+        return None
+    return (
+        f"Transformer Engine quantizes {MAX_EXPERTS} matrices in one call, and a rank has {local_experts} "
+        "experts; raise parallelism.expert_parallel_degree"
+    )
+
+
 def choose(backend: str, problem: str | None) -> tuple[str, str]:
     """(who quantizes, why) of precision.backend, with what keeps TE from it here. Raises ValueError where TE was asked
     for and cannot."""

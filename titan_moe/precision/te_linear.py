@@ -2,7 +2,8 @@
 
 TE's own modules own their parameters; here FSDP and tensor parallelism do. So only TE's functions are called, as a GEMM
 under the autograd Functions of moe/experts.py, in the place of precision/gemm.py's: dgrad and wgrad stay apart, weights
-are quantized again in backward, and of x the copy along its columns is kept. Which copy each GEMM wants, and how it is
+are quantized again in backward, and of x the copy along its columns is kept,
+once for all layers that take the same x. Which copy each GEMM wants, and how it is
 made, is in moe/te_quantize.py.
 
 The wgrad adds up over the rows, so that these too have to be whole blocks. Where tokens are not, rows of zeros fill
@@ -12,6 +13,7 @@ Shape letters: R rows, that is, tokens, I and O input and output width.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.moe.te_quantize import Columns, Kept, matrix, split_accumulator
+from titan_moe.precision.once import once
 from titan_moe.precision.recipes import Recipe
 from titan_moe.rebuild import has_anyway
 
@@ -34,7 +37,8 @@ class TEGemm:
         self.rows = ROWS_OF_BLOCK if recipe.forward_x.scale == "pow2" else ROWS
 
     def forward(self, x_RI: Tensor, w_EOI: Tensor) -> Tensor:
-        x, w = self._quantized("x", x_RI, rows=True), matrix(self.recipe, "w", w_EOI, rows=True)
+        x = once(x_RI, ("te", self.recipe.forward_x, -1), partial(self._quantized, "x", x_RI, rows=True))
+        w = matrix(self.recipe, "w", w_EOI, rows=True)
         return self._multiply(w, x, "TN", x_RI.dtype)[: len(x_RI)]
 
     def dgrad(self, grad_RO: Tensor, w_EOI: Tensor) -> Tensor:
@@ -52,10 +56,13 @@ class TEGemm:
         """As precision/gemm.py's."""
         if self.keeps_input or has_anyway(x_RI):
             return None, [x_RI]
+        kept: Kept = once(x_RI, ("te", self.recipe.wgrad_x, -2), partial(self._kept, x_RI))
+        return kept.again, kept.tensors
+
+    def _kept(self, x_RI: Tensor) -> Kept:
         x = self._quantized("x", x_RI, columns=True)
         x.update_usage(rowwise_usage=False, columnwise_usage=True)
-        kept = Kept([x], x_RI.shape[1])
-        return kept.again, kept.tensors
+        return Kept([x], x_RI.shape[1])
 
     def _quantized(self, role: str, values: Tensor, *, rows: bool = False, columns: bool = False) -> Any:
         missing = -len(values) % self.rows

@@ -92,7 +92,14 @@ def group_quantize(
 # What comes out
 
 
-class _Matrix:
+class _Whole:
+    """As TE's: made from what it holds, or not at all. So copy.copy, which calls `__new__` alone, fails."""
+
+    def __new__(cls, values_RK: Tensor, *others: Any):
+        return object.__new__(cls)
+
+
+class _Matrix(_Whole):
     """A matrix quantized along its rows, its columns or both."""
 
     def __init__(self, values_RK: Tensor, quantizer: Any) -> None:
@@ -157,7 +164,7 @@ class _Matrix:
         return made.dequantize(torch.float32)[: self._shape[0], : self._shape[1]]
 
 
-class _Group:
+class _Group(_Whole):
     """Packed matrices."""
 
     def __init__(
