@@ -170,6 +170,7 @@ CASES = [
     # low precision
     case('[precision]\nrecipe = "mxfp8"\nlinears = ["atention", "wqa", "router.gate"]\nexperts = false'),
     case('[precision]\nrecipe = "mxfp8"\nlinears = []\nexperts = false'),
+    case('[precision]\nrecipe = "mxfp8"\nlinears = []\nkeep_high_precision_layers = "last 3"'),
     case('precision.keep_high_precision_layers = "last 1"'),
     case('[precision]\nrecipe = "bf16"\nkeep_high_precision_layers = "0"'),
     *(

@@ -58,8 +58,10 @@ from torchtitan.models.deepseek_v3.mtp import roll_mtp_sequence
 
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
-from titan_moe.precision.gemm import DenseGemm, QuantizedGemm
+from titan_moe.moe.experts import GroupedGemm
+from titan_moe.precision.backend import backend_of_linears
 from titan_moe.precision.layers import chosen
+from titan_moe.precision.linear import gemm_of
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits [1, T, V], labels [1, T] -> summed over tokens
 
@@ -93,11 +95,12 @@ class Loss:
         self.num_chunks, self.mtp_coeff = config.loss.num_chunks, config.loss.mtp_coeff
         compiled = config.compile.enable and "loss" in config.compile.components
         fn = torch.compile(cross_entropy_loss, backend=config.compile.backend) if compiled else cross_entropy_loss
-        low = chosen(config, model_flavor(config))
-        self.gemm = None  # of the head, where a recipe holds for it
+        flavor = model_flavor(config)
+        low = chosen(config, flavor)
+        self.gemm: GroupedGemm | None = None  # of the head, where a recipe holds for it
         if low is not None and "lm_head" in low.linears:
-            self.gemm = QuantizedGemm(DenseGemm(), low.recipe)
-        self.cross_entropy: CrossEntropy = partial(fn, global_vocab_size=model_flavor(config).vocab_size)
+            self.gemm = gemm_of(low.recipe, backend_of_linears(config, flavor, low)[0])
+        self.cross_entropy: CrossEntropy = partial(fn, global_vocab_size=flavor.vocab_size)
         self.lm_head: Linear | None = None
 
     def take_head(self, model: MTPDecoder) -> None:
@@ -175,7 +178,7 @@ class _Head(torch.autograd.Function):
 def head(
     weight_VD: Tensor,
     predictions: list[Prediction],
-    gemm: QuantizedGemm | None,
+    gemm: GroupedGemm | None,
     num_chunks: int,
     cross_entropy: CrossEntropy,
     *,
@@ -202,7 +205,7 @@ def head_of_piece(
     h_TD: Tensor,
     labels_T: Tensor,
     scale: Tensor,
-    gemm: QuantizedGemm | None,
+    gemm: GroupedGemm | None,
     cross_entropy: CrossEntropy,
     into: tuple[Tensor, Tensor] | None,
 ) -> Tensor:

@@ -10,7 +10,7 @@ from titan_moe.config import Config
 from titan_moe.config_print import literal
 from titan_moe.flavors import Flavor
 from titan_moe.mesh_check import EP, TP
-from titan_moe.precision.layers import kept_layers, linears, named, quantizes
+from titan_moe.precision.layers import kept_layers, linears, named, quantized_layers, quantizes
 from titan_moe.precision.recipes import RECIPES
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -40,14 +40,24 @@ def check(config: Config, flavor: Flavor, unsound: Set[str] = frozenset()) -> li
                 f"or choose a recipe of {', '.join(RECIPES)}"
             )
         return found
-    if not p.experts and not chosen and not mistakes:
-        found.append(
-            f'precision.recipe = "{p.recipe}": holds for nothing, because precision.experts = false and '
-            "precision.linears names none; set one of them, or leave the recipe out"
-        )
+    if not mistakes and "lm_head" not in chosen and not quantized_layers(flavor, chosen, p.experts, kept):
+        found.append(_for_nothing(config, chosen))
     if not unsound & {EP, TP}:
         found += _tiles(config, flavor, chosen)
     return found
+
+
+def _for_nothing(config: Config, chosen: Set[str]) -> str:
+    p = config.precision
+    start = f'precision.recipe = "{p.recipe}": holds for nothing, because '
+    if not p.experts and not chosen:
+        why = "precision.experts = false and precision.linears names none; set one of them"
+    else:
+        why = (
+            f"precision.keep_high_precision_layers = {literal(p.keep_high_precision_layers)} leaves no layer that has "
+            "something to quantize; keep fewer"
+        )
+    return f"{start}{why}, or leave the recipe out"
 
 
 def _dtype(config: Config) -> Iterator[str]:

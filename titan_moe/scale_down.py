@@ -71,6 +71,8 @@ def scale_down(config: Config, world_size: int, keep: Collection[str] = ()) -> t
         put({"precision.recipe": None})
     put(_degrees(config, world_size))
     put(_model(config, twin))
+    if quantizes(config) and config.precision.keep_high_precision_layers:  # which the twin may not have
+        put({"precision.keep_high_precision_layers": "last 1"})
     put(_experts(twin, world_size))
     put(_batch(config, twin, world_size))
     twin.model.scale_down = False

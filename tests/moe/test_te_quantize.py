@@ -12,16 +12,20 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import titan_moe.runtime  # noqa: F401
 
 import pytest
 import torch
 from torch import Tensor
+from torchtitan.models.common import Linear
 
 from tests import te_doubles
 from tests.moe.test_experts import assert_close, problem
 from tests.sync_free import sync_free
+from titan_moe.config import Config
+from titan_moe.loss import build_loss
 from titan_moe.moe import te
 from titan_moe.moe.choices import choose_experts, choose_quantizer, experts_sync_problem
 from titan_moe.moe.experts import Source, linear
@@ -213,6 +217,26 @@ def test_linear_layers_with_one_input_quantize_and_keep_it_once(machine, monkeyp
     for got, w in zip(torch.autograd.grad(y.sum(), weights), weights, strict=True):
         other = linear(TEGemm(recipe), x.detach().clone(), w)
         assert torch.equal(got, torch.autograd.grad(other.sum(), w)[0])
+
+
+@pytest.mark.parametrize("machine", ["Blackwell"], indirect=True)
+def test_the_output_head(machine):
+    """Named, it is quantized by whom other linear layers are; 40 tokens in pieces of 5, which are filled up."""
+    results, made = {}, problem([128], torch.bfloat16, D=256, F=128)[0][:40]
+    for backend in ("te", "emulated"):
+        config = Config()
+        config.precision.recipe, config.precision.backend, config.precision.linears = "mxfp8", backend, ["lm_head"]
+        config.training.mixed_precision_param, config.loss.num_chunks = "bfloat16", 8
+        head = Linear.Config(in_features=256, out_features=320).build().bfloat16()
+        with torch.no_grad():
+            head.weight.copy_(torch.randn(320, 256, generator=torch.Generator().manual_seed(5)) / 16)
+        loss_fn, h_BLD = build_loss(config, SimpleNamespace(lm_head=head)), made.clone()[None].requires_grad_()
+        assert isinstance(loss_fn.gemm, TEGemm) == (backend == "te")
+        loss, _ = loss_fn(h_BLD, torch.arange(40)[None], torch.tensor(40))
+        loss.backward()
+        results[backend] = [loss.detach(), h_BLD.grad, head.weight.grad]
+    for got, expected in zip(*results.values(), strict=True):
+        assert (got.double() - expected).norm() < TOLERANCE * expected.double().norm()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """What a [precision] section may say (the exact messages: tests/golden/broken_configurations.txt), and that checks
 calculate with what a rank has of a matrix."""
 
+from pathlib import Path
+
 import pytest
 
 from titan_moe import config_check, config_file, precision_check
@@ -70,10 +72,33 @@ def test_layers_that_are_kept(text, expected):
     assert kept_layers(text, 10, 2) == expected
 
 
-@pytest.mark.parametrize("text", ["first 11", "12", "5-12", "7-5", "middle 2", "1;2", "-1", "first"])
+@pytest.mark.parametrize(
+    "text", ["first 11", "12", "5-12", "7-5", "middle 2", "1;2", "-1", "first", "\u0663", "first \u0663"]
+)
 def test_layers_that_are_not_there(text):
     with pytest.raises(ValueError, match=f'"{text}": '):
         kept_layers(text, 10, 2)
+
+
+@pytest.mark.parametrize(
+    ("precision", "nothing"),
+    [
+        ({"keep_high_precision_layers": "first 4"}, True),
+        ({"keep_high_precision_layers": "first 4", "linears": ["lm_head"]}, False),
+        ({"keep_high_precision_layers": "first 3"}, False),
+        ({"keep_high_precision_layers": "last 3", "linears": []}, True),  # layer 0 is dense
+        ({"keep_high_precision_layers": "last 3", "linears": ["shared_experts"]}, True),
+        ({"keep_high_precision_layers": "last 3", "linears": ["feed_forward"]}, False),
+        ({"keep_high_precision_layers": "0", "linears": ["feed_forward"], "experts": False}, True),
+    ],
+)
+def test_a_recipe_has_to_hold_for_something(precision, nothing):
+    """The debug model has four layers, of which the first is dense. With a multi-token prediction layer none of these
+    keeps all."""
+    config = debug(recipe="mxfp8", **precision)
+    assert bool([line for line in problems(config) if "holds for nothing" in line]) == nothing
+    config.model.num_mtp_layers = 1
+    assert bool(problems(config)) == (precision.get("linears") == ["feed_forward"] and nothing)
 
 
 def test_tensor_parallel_ranks_have_a_part_of_a_side():
@@ -106,6 +131,15 @@ def test_a_recipe_and_a_type_that_contradict_each_other(tmp_path):
     ):
         (found,) = problems(loaded.config)
         assert found.startswith('precision.recipe = "fp32": computes in float32, but training.mixed_precision_param')
+
+
+def test_a_twin_keeps_a_layer_that_it_has(tmp_path):
+    """Of 61 layers, or of 94, those that a file keeps in high precision are not the twin's two or three."""
+    for name in ("deepseek_v3_671b", "qwen3_235b_a22b"):
+        text = f'base = "{Path("train_configs").resolve() / name}.toml"\n[precision]\nrecipe = "mxfp8"\n'
+        loaded = load(tmp_path, text + 'keep_high_precision_layers = "first 3, 60"\n', "--model.scale_down")
+        assert loaded.config.precision.keep_high_precision_layers == "last 1"
+        assert not loaded.problems and not problems(loaded.config)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -24,8 +24,8 @@ from titan_moe.precision.recipes import RECIPES, Recipe
 
 GROUPS = ("attention", "feed_forward", "shared_experts")
 SINGLE = ("eh_proj", "lm_head")
-ENDS = re.compile(r"(first|last) +(\d+)")
-RANGE = re.compile(r"(\d+)(?: *- *(\d+))?")
+ENDS = re.compile(r"(first|last) +([0-9]+)")
+RANGE = re.compile(r"([0-9]+)(?: *- *([0-9]+))?")
 
 
 class Linear(NamedTuple):
@@ -112,6 +112,17 @@ def kept_layers(text: str, n_layers: int, num_mtp_layers: int) -> frozenset[int]
         else:
             raise ValueError(f'"{part}": names no layers; write "first 1", "last 2", a number or a range such as 5-7')
     return frozenset(found)
+
+
+def quantized_layers(f: Flavor, names: Collection[str], experts: bool, kept: Collection[int]) -> set[int]:
+    """The layers that hold one of the linear layers `names`, or routed experts, in low precision."""
+
+    def has(layer: int) -> bool:
+        dense = layer < f.n_dense_layers
+        here = {"attention": True, "feed_forward": dense, "shared_experts": not dense, "eh_proj": layer >= f.n_layers}
+        return (experts and not dense) or any(here.get(name.split(".")[0]) for name in names)
+
+    return {layer for layer in range(f.n_layers + f.num_mtp_layers) if layer not in kept and has(layer)}
 
 
 @dataclass(frozen=True, kw_only=True)

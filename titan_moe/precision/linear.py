@@ -22,7 +22,7 @@ from torchtitan.models.common.linear import Linear
 from titan_moe.moe.experts import GroupedGemm, linear
 from titan_moe.precision.gemm import DenseGemm, QuantizedGemm
 from titan_moe.precision.layers import Chosen
-from titan_moe.precision.recipes import RECIPES
+from titan_moe.precision.recipes import RECIPES, Recipe
 from titan_moe.precision.te_linear import TEGemm
 
 
@@ -37,18 +37,20 @@ class QuantizedLinear(Linear):
     def __init__(self, config: Config):
         super().__init__(config)
         assert not config.bias
-        recipe = RECIPES[config.recipe]
-        self.gemm: GroupedGemm
-        if config.backend == "te":
-            self.gemm = TEGemm(recipe, keeps_input=config.keeps_input)
-        else:
-            self.gemm = QuantizedGemm(DenseGemm(), recipe, keeps_input=config.keeps_input)
+        self.gemm = gemm_of(RECIPES[config.recipe], config.backend, keeps_input=config.keeps_input)
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         out_TO = linear(self.gemm, input.flatten(0, -2), weight.to(input.dtype))
         return out_TO.unflatten(0, input.shape[:-1])
+
+
+def gemm_of(recipe: Recipe, backend: str, *, keeps_input: bool = False) -> GroupedGemm:
+    """Of one weight, by the backend that quantizes linear layers."""
+    if backend == "te":
+        return TEGemm(recipe, keeps_input=keeps_input)
+    return QuantizedGemm(DenseGemm(), recipe, keeps_input=keeps_input)
 
 
 def quantize_linears(layer: TransformerBlock.Config, chosen: Chosen, backend: str) -> None:
