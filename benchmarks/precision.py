@@ -8,7 +8,8 @@ Two kinds of noise say what a difference means. The recipe "fp32" differs from b
 is what any change of rounding grows to in so many steps. And "bf16, seed 2" has other initial weights and another order
 of the data: only its validation loss compares, and shows what a seed is worth.
 
-Each training is one process on one thread; OUT/<recipe> is its run folder, and one that is complete is not run again.
+Each training is one process on one thread; OUT/<recipe> is its run folder. One that is complete is not run again,
+unless its command was another; then its folder is emptied.
 Time is CPU time, which other load on the machine moves less, without the start: that of a run of one step.
 
 The picture has the difference of the training loss to that of bf16, each step a dot, and its mean over 25 steps a line.
@@ -17,6 +18,7 @@ The picture has the difference of the training loss to that of bf16, each step a
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -56,13 +58,12 @@ def command(name: str, folder: Path, steps: int, batch: int, more: list[str]) ->
 def train(name: str, out: Path, steps: int, batch: int, more: list[str]) -> dict:
     """What the training of that name left: its losses by step, validation loss at the end, and CPU seconds."""
     folder = out / name.replace(", ", "-").replace(" ", "-")
-    done = folder / "result.json"
-    if not done.exists():
+    done, argv = folder / "result.json", command(name, folder, steps, batch, more)
+    if not done.exists() or json.loads(done.read_text())["command"] != argv:
+        shutil.rmtree(folder, ignore_errors=True)
         with open(out / "log.txt", "a", encoding="utf-8") as log:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(
-                command(name, folder, steps, batch, more), cwd=REPO, env=environment, stdout=log, stderr=log
-            )
+            process = subprocess.Popen(argv, cwd=REPO, env=environment, stdout=log, stderr=log)
             _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise SystemExit(f"{name} failed: see {out / 'log.txt'}")
@@ -70,7 +71,8 @@ def train(name: str, out: Path, steps: int, batch: int, more: list[str]) -> dict
         losses = [record["loss"] for record in records.values()]
         validation = records[max(records)]["validation_loss"]
         seconds = usage.ru_utime + usage.ru_stime
-        done.write_text(json.dumps({"losses": losses, "validation": validation, "cpu_seconds": seconds}))
+        result = {"command": argv, "losses": losses, "validation": validation, "cpu_seconds": seconds}
+        done.write_text(json.dumps(result))
     return json.loads(done.read_text())
 
 

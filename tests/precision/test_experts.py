@@ -143,15 +143,17 @@ def dequantized(x: Tensor, fmt, axis: int) -> Tensor:
     return values.double() * (1.0 if factor is None else factor.double())
 
 
-def check_gradients(recipe: Recipe, backend: str) -> None:
+def check_gradients(recipe: Recipe, backend: str, late: bool = False) -> None:
     """Against a float64 loop over experts that quantizes each operand explicitly. fp32 compute, so that what is left is
-    the order of sums, and elements that these move across a rounding of the format."""
+    the order of sums, and elements that these move across a rounding of the format.
+
+    Late, `by_gemm` has the backward of early weighting: the gradient is quantized as it comes, and h weighted."""
     counts = counts_of("uneven", recipe)
     tensors = problem(counts, torch.float32)
     rows = slice(0, sum(counts))
     leaves = [tensor.clone().requires_grad_() for tensor in tensors[:4]]
     source = Source(leaves[0].detach(), lambda x: x)
-    y_RD = EXPERTS[backend](leaves[0], torch.tensor(counts), *leaves[1:], recipe=recipe, source=source)
+    y_RD = EXPERTS[backend](leaves[0], torch.tensor(counts), *leaves[1:], recipe=recipe, source=source, late=late)
     y_RD.backward(tensors[4] if backend == "grouped_mm" else tensors[4].nan_to_num(0.0))
     got = [y_RD.detach()[rows], leaves[0].grad[rows], leaves[1].grad[rows], leaves[2].grad, leaves[3].grad]
 
@@ -160,7 +162,13 @@ def check_gradients(recipe: Recipe, backend: str) -> None:
     y = []
     for e, (x_e, weight_e) in enumerate(zip(x.split(counts), weight.split(counts))):
         gate, up = _Straight.apply(x_e, w13[e].flatten(0, 1), recipe).unflatten(1, (-1, 2)).unbind(-1)
-        y.append(_Straight.apply(gate * torch.sigmoid(gate) * up * weight_e[:, None], w2[e], recipe))
+        h = gate * torch.sigmoid(gate) * up
+        weighted_h, weighted_y = h * weight_e[:, None], _Straight.apply(h, w2[e], recipe) * weight_e[:, None]
+        if late and backend == "loop":
+            y.append(weighted_y)
+        else:
+            y.append(_Straight.apply(weighted_h, w2[e], recipe))
+            y[-1] = y[-1] + (weighted_y - y[-1]).detach() if late else y[-1]
     y = torch.cat(y)
     expected = [y.detach(), *torch.autograd.grad(y, oracle, tensors[4][rows].double())]
     for what, value, reference in zip(("y", "x", "weight", "w13", "w2"), got, expected, strict=True):
@@ -168,10 +176,11 @@ def check_gradients(recipe: Recipe, backend: str) -> None:
         assert error <= 2e-3, f"{what}: {error:.1e}"
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_those_through_quantized_operands(name):
+def test_gradients_are_those_through_quantized_operands(name, late):
     for backend in ("loop", "grouped_mm"):
-        check_gradients(calm(RECIPES[name]), backend)
+        check_gradients(calm(RECIPES[name]), backend, late)
 
 
 def check_gemms(recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ from titan_moe.precision.linear import QuantizedLinear, name_of
 from titan_moe.precision.once import once
 from titan_moe.precision.quantize import round_trip
 from titan_moe.precision.recipes import RECIPES
-from titan_moe.precision.report import kept_bytes
+from titan_moe.precision.report import kept_bytes, precision_report
 
 BF16 = "--training.mixed_precision_param=bfloat16"
 MXFP8 = [BF16, "--precision.recipe=mxfp8"]
@@ -142,6 +142,17 @@ def test_a_block_keeps_less_by_what_the_report_says(recipe):
     # A scale per tensor, of the four that are kept, is not in the report.
     assert plain_bytes - quantized_bytes - 64 <= saved <= plain_bytes - quantized_bytes
     assert saved >= 0.4 * plain_bytes > 0
+
+
+def test_the_report_names_what_is_quantized_and_no_bytes_where_none_are_saved():
+    words = [BF16, "--precision.recipe=mxfp8", "--precision.keep_high_precision_layers=0"]
+    first, by, kept = precision_report(config_of(*words))
+    all_groups = "routed experts, attention, feed_forward, shared_experts"
+    assert first == f"Precision: GEMMs in mxfp8 of {all_groups}; layers 0 stay in bfloat16"
+    assert "emulated" in by and "less than in bfloat16" in kept
+    # On one expert-parallel rank rows are gathered again, and attention keeps what wo takes.
+    lines = precision_report(config_of(*words, "--precision.linears=attention.wo"))
+    assert len(lines) == 2 and "of routed experts, attention.wo;" in lines[0]
 
 
 def test_what_is_kept_for_two_linears_is_kept_once():

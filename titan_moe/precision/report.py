@@ -35,6 +35,8 @@ def precision_report(config: Config) -> list[str]:
         lines.append(f"Precision: linear layers {'by Transformer Engine' if by == 'te' else by} ({why})")
     if config.activation_checkpoint.mode == "none":
         quantized, plain = kept_bytes(config, flavor, low)
+        if not plain:  # all of them are there anyway, or made again
+            return lines
         less, kept = (f"{size / 2**20:,.2f} MiB" for size in (plain - quantized, quantized))
         lines.append(
             f"Precision: an MoE layer keeps the inputs of these GEMMs for backward in {low.recipe.name}, {kept} of a "
