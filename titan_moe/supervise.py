@@ -85,7 +85,10 @@ class Supervisor:
 
     def _say(self, what: str) -> None:
         name = signal.Signals(self.signals[-1][1]).name
-        print(f"run_train.sh: {name}: the run {what}", file=sys.stderr, flush=True)
+        # The terminal may have gone with the signal, or the `tee` behind a pipe, which Ctrl-C ends too. os.write: what
+        # stayed in a buffer would fail again at the exit, with another status.
+        with contextlib.suppress(OSError):
+            os.write(2, f"run_train.sh: {name}: the run {what}\n".encode())
 
     def _leave_nothing(self, torchrun: subprocess.Popen[bytes]) -> None:
         torchrun.kill()  # does nothing if it has ended

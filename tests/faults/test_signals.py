@@ -153,6 +153,15 @@ def test_a_signal_asks_by_a_file_and_the_answer_is_the_status(tmp_path, answer, 
     assert not (tmp_path / "stop").exists()
 
 
+def test_a_stop_outlives_the_terminal_or_pipe_that_it_is_told_to(tmp_path):
+    """Ctrl-C ends the `tee` behind `2>&1 |` too, and a terminal that is closed sends SIGHUP."""
+    chain = Chain(tmp_path, ANSWER="saved")
+    assert chain.supervisor.stderr is not None
+    chain.supervisor.stderr.close()
+    chain.supervisor.send_signal(signal.SIGHUP)
+    assert chain.status() == 75
+
+
 def test_a_second_signal_ends_everything_at_once(tmp_path):
     chain = Chain(tmp_path, LEAVES="yes")
     assert len(chain.others) == 3
