@@ -49,8 +49,13 @@ class VerifiedCheckpoints(CheckpointManager):
             return
         self.verify = config.verify
         self.saving = Path()  # the checkpoint that is being written in the background
-        # The background thread uses self.pg, and two threads may not share a group.
-        self.agreement = None if self.pg is None else cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        # Groups of their own, with torch's limit of 30 minutes: ranks wait here for the one with the slowest disk, or
+        # with the most to write. The background thread uses self.pg, and two threads may not share a group.
+        if self.pg is None:
+            self.pg = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        self.agreement = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        for group in (self.pg, self.agreement):
+            group._set_group_desc(runtime.SAVING)
         if not self.load_only:
             runtime.on_rank_0(lambda: checkpoint_folder.prepare(Path(self.folder)))
 
@@ -85,7 +90,7 @@ class VerifiedCheckpoints(CheckpointManager):
         writer = Writer(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
             try:
-                dcp.save(state_dict, storage_writer=writer)
+                dcp.save(state_dict, storage_writer=writer, process_group=self.pg)
             except CheckpointException as failure:
                 problem = self._clean_up(failure)
                 raise ValueError(problem) from failure

@@ -92,6 +92,9 @@ def init_process_group(config: Config, run_folder: Path) -> torch.device:
     return device
 
 
+SAVING = "saving"
+"""Description of the process groups of checkpoints, in which ranks may wait for each other for long"""
+
 _watchdog: Any = None  # of this process
 
 

@@ -15,6 +15,9 @@ It names the ranks on the console and raises an alarm in the store. Every rank t
 torchrun (MAX_RESTARTS). Where something holds the interpreter from the thread itself, a thread of faulthandler, which
 needs none, writes the stacks and exits. Nothing here is on the path of a step.
 
+Ranks may wait for long while a checkpoint is saved, for the one with the slowest disk or the most to write: that takes
+comm.hang_seconds to be called a hang.
+
 What it cannot see: on GPUs a collective counts as issued when the host has queued it. A device that hangs in one makes
 no rank be behind; then NCCL's own watchdog and the flight recorder tell. Sends and receives of a pipeline are not
 counted, as each stage has its own number; who waits in one is seen by where it is.
@@ -53,6 +56,7 @@ SHARE = 0.8
 """Of a collective's time limit, after which the others may not be kept waiting: it would end them without a name"""
 TORCH_DISTRIBUTED = str(Path(dist.__file__).parent)
 NO_COLLECTIVES = tuple(str(Path(TORCH_DISTRIBUTED, part)) for part in ("checkpoint", "elastic"))
+SAVES = str(Path(TORCH_DISTRIBUTED, "checkpoint", "state_dict_saver.py"))
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,7 @@ class Watchdog:
         groups = {
             f"{name}/{dist.get_process_group_ranks(group)[0]}": cast(Any, group)._get_sequence_number_for_group()
             for group, name in list(_world.pg_names.items())
-            if group.group_desc != "mesh_pp"  # has sends and receives
+            if group.group_desc not in ("mesh_pp", runtime.SAVING)  # the first has sends and receives
             and dist.get_backend(group) != "fake"  # torchtitan's, for groups of one rank
         }
         frame = sys._current_frames().get(self.main_thread)
@@ -219,15 +223,14 @@ class Watchdog:
 
 
 def inside_collective(frame: FrameType | None) -> bool:
-    """Whether a thread at `frame` is inside one of torch's collectives, or waits for one."""
-    for _ in range(4):  # operators and decorators lie between
-        if frame is None:
-            return False
-        file = frame.f_code.co_filename
-        if file.startswith(TORCH_DISTRIBUTED) and not file.startswith(NO_COLLECTIVES):
-            return True
+    """Whether a thread at `frame` is inside one of torch's collectives, or waits for one, but for those of a save."""
+    files = []
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
         frame = frame.f_back
-    return False
+    nearest = files[:4]  # operators and decorators lie between
+    inside = any(file.startswith(TORCH_DISTRIBUTED) and not file.startswith(NO_COLLECTIVES) for file in nearest)
+    return inside and SAVES not in files
 
 
 def place(frame: FrameType | None) -> str:

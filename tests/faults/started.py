@@ -31,7 +31,8 @@ if "TORCHELASTIC_RUN_ID" in os.environ:
             return function(*args, **kwargs)
         setattr(module, name, slow)
 
-    if "SLOW_SAVE" in os.environ:  # seconds, in the middle of a file
+    # Seconds, in the middle of a file.
+    if "SLOW_SAVE" in os.environ and os.environ["RANK"] in os.environ.get("SLOW_RANKS", "01"):
         import torch.distributed.checkpoint.filesystem
         slowly(float(os.environ["SLOW_SAVE"]), torch.distributed.checkpoint.filesystem, "_write_item", 3)
     # The rank that hangs, once, before it clips its gradients in step 6, for expert and other parameters.

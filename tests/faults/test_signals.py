@@ -17,10 +17,11 @@ from titan_moe.supervise import SAME_SIGNAL_SECONDS
 SAVING = ["--checkpoint.enable", "--checkpoint.interval=100", "--checkpoint.last_save_model_only"]
 
 
-def stop_and_resume(tmp_path: Path, seconds: float) -> None:
+def stop_and_resume(tmp_path: Path, seconds: float, slow_ranks: str = "01", *args: str) -> None:
     """SIGTERM after step 2, while a save takes `seconds`, once to the script and once more to all of its processes as
     SLURM does; then the same command again."""
-    first = Started(tmp_path, *SAVING, "--training.steps=100", SLOW_SAVE=str(seconds))
+    slow = {"SLOW_SAVE": str(seconds), "SLOW_RANKS": slow_ranks}
+    first = Started(tmp_path, *SAVING, "--training.steps=100", *args, **slow)
     first.until_step(2)
     asked = time.monotonic()
     first.signal(signal.SIGTERM)
@@ -46,8 +47,10 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_for_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_save_may_take_longer_than_torchrun_waits(tmp_path):
-    stop_and_resume(tmp_path, 45)
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_save_may_take_longer_than_torchrun_waits(tmp_path, mode):
+    """And than ranks wait for each other in training: one alone has a slow disk."""
+    stop_and_resume(tmp_path, 45, "1", "--comm.train_timeout_seconds=30", f"--checkpoint.async_mode={mode}")
 
 
 @pytest.mark.slow
