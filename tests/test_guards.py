@@ -121,6 +121,14 @@ def test_a_limit_is_mean_and_sigma_of_the_whole_window():
         assert not judge(above, history_2N, accepted - 1, 6.0)[0], "not before there is as much history"
 
 
+def test_the_last_bit_of_a_constant_is_no_spike():
+    """A run on few samples: loss and norm do not move, so that their deviation is 0."""
+    history_2N, accepted = torch.full((2, WINDOW), 2.5, dtype=torch.float64), torch.tensor(WINDOW)
+    next_2 = torch.nextafter(torch.full((2,), 2.5), torch.tensor(9.0)).double()
+    assert not judge(next_2, history_2N, accepted, 6.0)[0]
+    assert judge(torch.full((2,), 2.5 + 1e-5, dtype=torch.float64), history_2N, accepted, 6.0)[0]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # One step late
 

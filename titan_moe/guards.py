@@ -73,6 +73,8 @@ def judge(values_2: Tensor, history_2N: Tensor, accepted: Tensor, sigma: float) 
     """(bool scalar, whether to skip; float64 [2], the limits) for a step's loss and gradient norm, after `accepted`
     steps, the last of which are in `history_2N`, in any order."""
     deviation_2, mean_2 = torch.std_mean(history_2N, dim=1, correction=0)
+    # Where they do not move at all, as with data learned by heart, the last bit of a float32 is no spike.
+    deviation_2 = deviation_2.maximum(mean_2.abs() * torch.finfo(torch.float32).eps)
     limits_2 = mean_2 + sigma * deviation_2
     skip = ~torch.isfinite(values_2).all()
     if sigma:

@@ -99,11 +99,12 @@ _watchdog: Any = None  # of this process
 
 
 def start_watchdog(config: Config, folder: Path) -> None:
-    """Watch, from now until the process group is left, that no rank keeps the others waiting."""
+    """Watch, from now until the process group is left, that no rank keeps the others waiting. Not one process without
+    torchrun: a debugger holds all of its threads for as long as it likes."""
     global _watchdog
     from titan_moe.watchdog import Watchdog
 
-    if config.comm.hang_seconds:
+    if config.comm.hang_seconds and (dist.get_world_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ):
         limits = config.comm.init_timeout_seconds, config.comm.train_timeout_seconds
         _watchdog = Watchdog(folder, limits, config.comm.hang_seconds)
 

@@ -16,6 +16,7 @@ import pytest
 from tests.distributed.harness import REPO
 from tests.faults.started import STEPS, Started, uninterrupted
 from titan_moe import watchdog
+from titan_moe.config import Config
 from titan_moe.watchdog import SHARE, SILENT, Judge, Report, inside_collective, missing, place
 
 LIMIT, HANG = 100.0, 1000.0
@@ -99,6 +100,20 @@ def test_where_a_thread_is():
     assert watchdog.TORCH_DISTRIBUTED.endswith("torch/distributed")
 
 
+def test_a_debugger_may_hold_a_process_that_nobody_waits_for(monkeypatch):
+    """Plain `python train.py` has no watchdog. One process under torchrun has: its data may hang."""
+    started: list[tuple] = []
+    monkeypatch.setattr(watchdog, "Watchdog", lambda *args: started.append(args))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for ranks, torchrun, expected in ((1, None, 0), (2, None, 1), (1, "run", 1)):
+        monkeypatch.setattr(titan_moe.runtime.dist, "get_world_size", lambda ranks=ranks: ranks)
+        if torchrun:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", torchrun)
+        started.clear()
+        titan_moe.runtime.start_watchdog(Config(), REPO)
+        assert len(started) == expected
+
+
 def test_the_flight_recorder_is_written_where_nccl_would(tmp_path, monkeypatch):
     """As far as there is one without a GPU: an empty one."""
     monkeypatch.setattr(titan_moe.runtime, "DEVICE_TYPE", "cuda")
@@ -111,7 +126,7 @@ def test_the_flight_recorder_is_written_where_nccl_would(tmp_path, monkeypatch):
 
 # Two ranks without a model: rank 1 does not come, or something holds its interpreter.
 JOB = """
-import ctypes, sys, time
+import ctypes, signal, sys, time
 from datetime import timedelta
 from pathlib import Path
 import titan_moe.runtime as runtime
@@ -119,7 +134,8 @@ import torch
 import torch.distributed as dist
 from titan_moe import watchdog
 folder, fault = Path(sys.argv[1]), sys.argv[2]
-watchdog.SILENT, watchdog.STARVED = (5.0, 8.0) if fault != "hangs" else (40.0, 50.0)
+watchdog.SILENT, watchdog.STARVED = (5.0, 12.0) if fault != "hangs" else (40.0, 50.0)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as run_train.sh does: time for the stack of who is held
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 half = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
 runtime._watchdog = watchdog.Watchdog(folder, (60, 20 if fault != "hangs" else 5), 100)
