@@ -105,9 +105,9 @@ class Supervisor:
                 pass
 
     def _status(self, returned: int, outcome: Outcome | None) -> int:
-        if self.second_signal:
-            return 128 + self.signals[-1][1]
         if outcome is None:
+            if self.second_signal and returned < 0:
+                return 128 + self.signals[-1][1]
             return returned if returned >= 0 else 128 - returned
         if int(os.environ.get("NNODES", "1")) > 1:
             time.sleep(TOGETHER_SECONDS)

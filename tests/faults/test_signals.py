@@ -179,6 +179,16 @@ def test_a_second_signal_ends_everything_at_once(tmp_path):
     assert time.monotonic() - start < 10
 
 
+def test_a_second_signal_after_the_save_loses_nothing(tmp_path):
+    """The run has ended, and the supervisor waits for what it has left."""
+    chain = Chain(tmp_path, ANSWER="saved", LEAVES="yes")
+    chain.supervisor.send_signal(signal.SIGTERM)
+    chain.wait_for(lambda: not Path(f"/proc/{chain.torchrun}").exists())
+    time.sleep(SAME_SIGNAL_SECONDS)
+    chain.supervisor.send_signal(signal.SIGTERM)
+    assert chain.status() == 75
+
+
 def test_torchrun_can_end_its_workers_and_a_failure_is_one(tmp_path):
     chain = Chain(tmp_path, ANSWER="saved")
     os.kill(chain.worker, signal.SIGTERM)  # from anybody else: nothing
