@@ -179,6 +179,7 @@ def test_a_second_signal_ends_everything_at_once(tmp_path):
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.slow
 def test_a_second_signal_after_the_save_loses_nothing(tmp_path):
     """The run has ended, and the supervisor waits for what it has left."""
     chain = Chain(tmp_path, ANSWER="saved", LEAVES="yes")
