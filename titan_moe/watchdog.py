@@ -79,11 +79,14 @@ class Judge:
 
     def __init__(self, now: float, world_size: int, limit: float, hang_seconds: float) -> None:
         self.limit, self.hang_seconds = limit, hang_seconds
-        self.heard, self.counts = [now] * world_size, [-1] * world_size
+        self.asked, self.heard, self.counts = now, [now] * world_size, [-1] * world_size
         self.moved, self.groups = now, [{}] * world_size
 
     def verdict(self, now: float, reports: Sequence[Report | None]) -> str | None:
         """Why the run has to end, if it has to; from the newest report of each rank, None before its first."""
+        if (away := now - self.asked) > SILENT / 2:  # rank 0 was frozen, and others perhaps with it: that time is none
+            self.moved, self.heard = self.moved + away, [heard + away for heard in self.heard]
+        self.asked = now
         for rank, report in enumerate(reports):
             if report is not None and report.count != self.counts[rank]:
                 self.counts[rank], self.heard[rank] = report.count, now

@@ -30,8 +30,7 @@ def verdict(seconds: float, *reports: Report | None, judge: Judge | None = None)
     """What is said about reports of ranks that live, after so many seconds without a collective."""
     judge = judge or Judge(0.0, len(reports), LIMIT, HANG)
     assert judge.verdict(1.0, reports) is None
-    for rank in range(len(reports)):
-        judge.heard[rank] = 1.0 + seconds
+    judge.heard, judge.asked = [1.0 + seconds] * len(reports), 1.0 + seconds
     return judge.verdict(1.0 + seconds, reports)
 
 
@@ -65,6 +64,7 @@ def test_any_progress_of_any_rank_starts_the_time_anew():
     judge = Judge(0.0, 2, LIMIT, HANG)
     for now in range(0, 2000, 5):
         assert judge.verdict(float(now), [report(now, now // 50), report(now, 3)]) is None
+    judge.asked = 2080.0
     assert "rank 1" in str(judge.verdict(2080.0, [report(-2, 39), report(-2, 3)]))
 
 
@@ -88,8 +88,19 @@ def test_a_rank_that_does_not_report_is_gone_even_if_it_never_did():
     assert SILENT + 2 * watchdog.INTERVAL + 2 * watchdog.INTERVAL <= 60
 
 
+def test_a_job_that_was_frozen_as_a_whole_goes_on():
+    """Suspended by the scheduler, or with its machine: rank 0 sees old reports only, and has not been there itself."""
+    judge = Judge(0.0, 2, LIMIT, HANG)
+    assert judge.verdict(5.0, [report(1, 9, waits=True), report(1, 8)]) is None
+    assert judge.verdict(3005.0, [report(1, 9, waits=True), report(1, 8)]) is None
+    silent = [judge.verdict(now, [report(2, 9), report(1, 9)]) for now in (3010.0, 3025.0, 3040.0, 3050.0)]
+    assert silent[:3] == [None] * 3 and "from rank 1" in str(silent[3]), "who stays frozen is found all the same"
+
+
 def test_many_ranks_fit_into_a_line():
-    gone = Judge(0.0, 1024, LIMIT, HANG).verdict(SILENT + 1, [None] * 1024)
+    judge = Judge(0.0, 1024, LIMIT, HANG)
+    assert [judge.verdict(now, [None] * 1024) for now in (SILENT / 2, SILENT)] == [None, None]
+    gone = judge.verdict(SILENT + 1, [None] * 1024)
     assert str(gone).count("rank ") == 8 and "and 1,016 more" in str(gone)
 
 
