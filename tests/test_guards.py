@@ -303,7 +303,8 @@ def test_a_bias_moves_only_with_the_weights():
         ("layers.1.attention.wo.weight", [1.0, NAN], guards.GRADIENTS),
         ("layers.1.attention.wo.weight", [1.0, -INF], guards.GRADIENTS),
         ("layers.1.moe.routed_experts.inner_experts.w2_EDF", [NAN, INF], guards.EXPERTS),
-        ("layers.1.moe.shared_experts.w1.weight", [3e38, -3e38], 0),
+        ("layers.1.moe.shared_experts.w1.weight", [3e38, -3e38], guards.GRADIENTS),  # their norm is none
+        ("layers.1.moe.shared_experts.w1.weight", [1e18, -1e18], 0),
     ],
 )
 def test_whose_gradients_are_no_numbers(one_rank, name, gradient, said):

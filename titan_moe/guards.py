@@ -134,8 +134,10 @@ class Guard(Stateful):
         for fault, chosen in ((EXPERTS, True), (GRADIENTS, False)):
             group = [g for name, g in zip(names, gradients) if (".routed_experts." in name) == chosen and g.numel()]
             if group:
-                largest = torch.stack(torch._foreach_norm(group, torch.inf)).amax()  # NaN if there is one
-                self.fault |= torch.where(torch.isfinite(largest), 0, fault)
+                # Not finite if one number is not, or if their squares overflow: then the norm over all parameters is
+                # not finite either. Looking for the largest number takes a CPU 13 times as long.
+                norms = torch.stack(torch._foreach_norm(group))
+                self.fault |= torch.where(torch.isfinite(norms).all(), 0, fault)
 
     def discard(self) -> None:
         """Forget the step so far: it runs again."""
