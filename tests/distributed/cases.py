@@ -56,9 +56,10 @@ DEBUG = [
 
 
 SLOW: dict[int, set[str]] = {
-    1: set(),
+    1: {"one_rank_mxfp8_loop_full", "one_rank_mxfp8_parts_mtp", "one_rank_mxfp8_mtp"},
     2: {
-        *("fsdp2_ep2_fp8_current", "fsdp2_ep2_fp8_block", "tp2_nvfp4", "pp2_nvfp4"),
+        *("fsdp2_ep2_fp8_current", "fsdp2_ep2_fp8_block", "fsdp2_ep2_mxfp8_full", "fsdp2_ep2_mxfp8_compiled"),
+        *("tp2_nvfp4", "pp2_nvfp4", "pp2_mxfp8"),
         *("fsdp2_no_bias", "fsdp2_ep2_no_bias", "fsdp2_ep2_compiled", "tp2_losses", "tp2_mtp2", "tp2_ep2"),
         *("cp2_plain_order", "pp2_uneven", "pp2_losses", "pp2_zbv_losses", "te_mxfp8", "emulated_mxfp8"),
     },

@@ -35,18 +35,21 @@ def test_losses_are_one_ranks_up_to_rounding(outcome, ranks, name, reference, to
     assert got[0] == pytest.approx(expected[0], rel=1e-4), "forward does not depend on chance or order"
 
 
-def test_recompute_changes_nothing(outcome):
+RECOMPUTED = [
+    (1, "one_rank_nvfp4_selective", "one_rank_nvfp4"),
+    (1, "one_rank_mxfp8_loop_full", "one_rank_mxfp8"),
+    (1, "one_rank_mxfp8_parts_mtp", "one_rank_mxfp8_mtp"),
+    (2, "fsdp2_ep2_mxfp8_full", "fsdp2_ep2_mxfp8"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "recomputing", "plain"), marked(RECOMPUTED))
+def test_recompute_changes_nothing(outcome, ranks, recomputing, plain):
     """Bit for bit: whole blocks, selected operations, named parts, under expert parallelism and with rounding by
     chance."""
-    for ranks, recomputing, plain in (
-        (1, "one_rank_mxfp8_loop_full", "one_rank_mxfp8"),
-        (1, "one_rank_mxfp8_parts_mtp", "one_rank_mxfp8_mtp"),
-        (1, "one_rank_nvfp4_selective", "one_rank_nvfp4"),
-        (2, "fsdp2_ep2_mxfp8_full", "fsdp2_ep2_mxfp8"),
-    ):
-        got, expected = outcome(ranks, recomputing).losses, outcome(ranks, plain).losses
-        exact = "loop" not in recomputing  # whose sums over rows are in another order
-        assert got == (expected if exact else pytest.approx(expected, rel=1e-6)), recomputing
+    got, expected = outcome(ranks, recomputing).losses, outcome(ranks, plain).losses
+    exact = "loop" not in recomputing  # whose sums over rows are in another order
+    assert got == (expected if exact else pytest.approx(expected, rel=1e-6))
 
 
 def test_a_resumed_run_rounds_by_the_same_chance(outcome):
@@ -63,6 +66,7 @@ def test_formats_reach_the_model(outcome, recipe):
     assert got == pytest.approx(plain, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_prediction_layers_and_the_head_are_quantized_when_named(outcome):
     assert outcome(1, "one_rank_mxfp8_mtp").losses[0] != outcome(1, "one_rank_mxfp8").losses[0]
 

@@ -195,6 +195,7 @@ def stands_at(text: str) -> str:
     return f'job.py", line {line} in <module>'
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_all_write_their_stacks(faults):
     status, _, output, stacks = faults["hangs"]
     host = socket.gethostname()
@@ -207,6 +208,7 @@ def test_a_rank_that_hangs_is_named_and_all_write_their_stacks(faults):
     assert named in stacks["rank-1.txt"] and stands_at("    time.sleep(1000)") in stacks["rank-1.txt"]
 
 
+@pytest.mark.slow
 def test_a_rank_whose_interpreter_is_held_is_named_and_still_writes_its_stack(faults):
     status, _, output, stacks = faults["holds"]
     assert status == 1, output
@@ -214,6 +216,7 @@ def test_a_rank_whose_interpreter_is_held_is_named_and_still_writes_its_stack(fa
     assert stands_at("PyDLL(None).sleep") in stacks["rank-1.txt"], stacks
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_by_itself_leaves_nothing(faults):
     status, _, output, stacks = faults["none"]
     assert (status, stacks) == (0, {}), output
