@@ -152,6 +152,7 @@ def kill_all_with(argument: str) -> None:
             continue
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(outcome, tmp_path):
     """Two ranks with EP = 2 in bf16, saving asynchronously every 3 steps through run_train.sh: killed with SIGKILL
     after a checkpoint was complete, started again with the same command, it goes on with bit-identical losses."""

@@ -52,6 +52,7 @@ def test_of_four_ranks_the_one_with_the_slow_link_is_named():
     assert said["pairs inside"].startswith("slow rank 2 (") and said["pairs inside"].count("slow rank") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_on_both_nodes():
     nodes = {"NNODES": "2", "NGPU": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     first, second = [case("dies", NODE_RANK=str(rank), **nodes) for rank in (0, 1)]

@@ -244,6 +244,7 @@ def measured(tmp_path_factory) -> dict[str, dict[str, int]]:
     return {name: json.loads((out / f"{name}.json").read_text()) for name in CASES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_real_steps_hold_what_is_planned(measured, name: str):
     """On a CPU: parameters, gradients and moments to the byte, activations within 2 %."""
