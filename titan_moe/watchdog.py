@@ -170,7 +170,9 @@ class Watchdog:
             path.unlink()
 
     def _watch(self) -> None:
-        while not self.ended.wait(self.interval):
+        wait = 0.0  # at first not at all: rank 0 is to know the host of a rank that is lost soon
+        while not self.ended.wait(wait):
+            wait = self.interval
             faulthandler.dump_traceback_later(STARVED, exit=True, file=self.file)
             report = self._report()
             try:

@@ -352,7 +352,10 @@ def test_a_data_worker_that_is_killed_ends_all_ranks(tmp_path: Path) -> None:
         assert len(workers) == 2, "one of each rank"
         os.kill(workers[0], signal.SIGKILL)
         assert job.wait(60) != 0
-        assert not [process for process in ranks if Path(f"/proc/{process}").exists()]
+        deadline = time.monotonic() + 20  # what is left is for init to collect
+        while any(Path(f"/proc/{process}").exists() for process in ranks):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
     finally:
         job.kill()
     output = (tmp_path / "log").read_text()
