@@ -120,9 +120,8 @@ def _checkpoints(config: Config, folder: Path) -> list[str]:
         return []
     start, step, found = config.checkpoint.initial_load_path, config.checkpoint.load_step, []
     steps = checkpoint_folder.steps(folder / config.checkpoint.folder)[::-1]
-    if (
-        start and not steps and (problem := checkpoint_folder.misnamed(Path(start)))
-    ):  # a resume does not need it any more
+    # A run with checkpoints of its own does not need it any more.
+    if start and not steps and (problem := checkpoint_folder.misnamed(Path(start))):
         found.append(f"checkpoint.initial_load_path = {start!r}: {problem}")
     if step >= 0 and step not in steps:
         found.append(f"checkpoint.load_step = {step}: {folder} has steps {steps}; choose one, or -1 for the newest")

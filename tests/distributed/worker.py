@@ -285,18 +285,23 @@ def run_case(
     if few_labels:
         (folder / f"direct-{dist.get_rank()}.json").write_text(json.dumps(direct))
     if recorder.gradients is not None:
-        layers = [moe for part in recorder.run.model_parts for moe in moe_layers(part).values()]
-        factors = [moe.routed_experts.dispatcher.factor for moe in layers]
-        passes = {"training": recorder.passes, "validation": recorder.validations, "factors": factors}
-        folder.mkdir(exist_ok=True)  # a case may train in another's run folder
-        (folder / f"passes-{dist.get_rank()}.json").write_text(json.dumps(passes))
-        routing, shards = recorder.routing_by_global_sample(), recorder.expert_shards()
-        gemms, kernels = recorder.of_all_ranks(recorder.gemms), recorder.of_all_ranks(recorder.kernels)
-        if dist.get_rank() == 0:
-            step1 = {"gradients": recorder.gradients, "routing": routing, "collectives": dict(recorder.collectives)}
-            step1 |= {"expert_gemms": dict(sum(gemms, Counter())), "kernels": [dict(counts) for counts in kernels]}
-            step1 |= {"load_without_content": recorder.load_without_content}
-            torch.save({**step1, "expert_shards": shards}, folder / "step1.pt")
+        write_down(recorder, folder)
+
+
+def write_down(recorder: Recorder, folder: Path) -> None:
+    """What was recorded, for the tests."""
+    layers = [moe for part in recorder.run.model_parts for moe in moe_layers(part).values()]
+    factors = [moe.routed_experts.dispatcher.factor for moe in layers]
+    passes = {"training": recorder.passes, "validation": recorder.validations, "factors": factors}
+    folder.mkdir(exist_ok=True)  # a case may train in another's run folder
+    (folder / f"passes-{dist.get_rank()}.json").write_text(json.dumps(passes))
+    routing, shards = recorder.routing_by_global_sample(), recorder.expert_shards()
+    gemms, kernels = recorder.of_all_ranks(recorder.gemms), recorder.of_all_ranks(recorder.kernels)
+    if dist.get_rank() == 0:
+        step1 = {"gradients": recorder.gradients, "routing": routing, "collectives": dict(recorder.collectives)}
+        step1 |= {"expert_gemms": dict(sum(gemms, Counter())), "kernels": [dict(counts) for counts in kernels]}
+        step1 |= {"load_without_content": recorder.load_without_content}
+        torch.save({**step1, "expert_shards": shards}, folder / "step1.pt")
 
 
 if __name__ == "__main__":

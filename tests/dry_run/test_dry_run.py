@@ -127,6 +127,11 @@ def test_the_report(runs) -> None:
         ({}, ["--training.mixed_precision_param=float32"], "a loop over the tokens of each, which a dry run does not"),
         ({}, ["--moe.experts=loop"], 'moe.experts = "loop": on a GPU'),
         ({"NGPU": "2"}, [EP2, "--moe.dispatcher=te_ep"], 'use "dedup", which moves the same rows'),
+        (
+            {},
+            ["--precision.recipe=mxfp8", "--precision.backend=te"],
+            "kernels of a library, which a dry run does not see",
+        ),
         ({}, ["--checkpoint.create_seed_checkpoint"], "a dry run has no weights to save"),
         ({"NGPU": "6"}, ["--parallelism.expert_parallel_degree=4"], "must divide data_parallel_shard_degree = 6"),
         ({}, ["--comm.mode=local_tensor"], "comm.mode"),

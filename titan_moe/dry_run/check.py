@@ -39,6 +39,11 @@ def problems(config: Config) -> list[str]:
             f'moe.dispatcher = "{config.moe.dispatcher}": its buffers are a library\'s, which a dry run does not see; '
             'use "dedup", which moves the same rows'
         )
+    if config.precision.backend == "te":
+        found.append(
+            'precision.backend = "te": quantizes by kernels of a library, which a dry run does not see; use "auto", '
+            "which emulates them here and keeps as much for backward"
+        )
     if config.checkpoint.create_seed_checkpoint:
         found.append("checkpoint.create_seed_checkpoint = true: a dry run has no weights to save; leave it out")
     return found

@@ -2,9 +2,8 @@
 
 TE's own modules own their parameters; here FSDP and tensor parallelism do. So only TE's functions are called, as a GEMM
 under the autograd Functions of moe/experts.py, in the place of precision/gemm.py's: dgrad and wgrad stay apart, weights
-are quantized again in backward, and of x the copy along its columns is kept,
-once for all layers that take the same x. Which copy each GEMM wants, and how it is
-made, is in moe/te_quantize.py.
+are quantized again in backward, and of x the copy along its columns is kept, once for all layers that take the same x.
+Which copy each GEMM wants, and how it is made, is in moe/te_quantize.py.
 
 The wgrad adds up over the rows, so that these too have to be whole blocks. Where tokens are not, rows of zeros fill
 them up, and change neither a block's largest number nor a sum.
