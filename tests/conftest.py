@@ -1,14 +1,20 @@
-"""What tests of Transformer Engine (TE) itself need: the real package, and to come last."""
+"""What tests marked `te` or `gpu` need: the real Transformer Engine (TE), a GPU, and to come last."""
 
 from importlib import metadata
 from types import ModuleType
 
 import pytest
+import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Once imported, TE stays: it registers its operators. Tests that put doubles in its place come before."""
     items.sort(key=lambda item: any(item.get_closest_marker(name) for name in ("te", "gpu")))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA GPU")
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from titan_moe.processes import TORCHRUN
+
 from tests.distributed.harness import REPO, SMALL_FP32, Case, run_cases
 from titan_moe.metrics import read_metrics
 
@@ -120,8 +122,10 @@ class Started:
 
     def ranks(self) -> list[int]:
         """The processes of the ranks, rank 0 first."""
-        rank = {pid: int(environ(pid).get("RANK", -1)) for pid in self.processes()}
-        return sorted((pid for pid in rank if rank[pid] >= 0), key=lambda pid: rank[pid])
+        # What starts them may have a RANK too: its own job's.
+        started = {pid: environ(pid) for pid in self.processes()}
+        rank = {pid: int(env["RANK"]) for pid, env in started.items() if TORCHRUN in env}
+        return sorted(rank, key=lambda pid: rank[pid])
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
