@@ -49,6 +49,7 @@ from titan_moe.preflight import list_sources
 from titan_moe.sources.record import save as save_record
 from titan_moe.stop import Stop
 from titan_moe.tokenizer import build_tokenizer
+from titan_moe.validation import validate
 
 
 @dataclass(kw_only=True)
@@ -244,7 +245,7 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
         max_loss = dist_utils.dist_max(parts["loss"] * global_valid / local_valid.clamp(min=1), batch_mesh)
         means = {name: dist_utils.dist_sum(part, batch_mesh) for name, part in parts.items()}
         with metrics.outside_training():  # only now: reading the loss has waited for the step to end on the device
-            validation_loss = validate(run) if validates else None
+            validation_loss = validate(run, evaluate) if validates else None
         metrics.log(
             run.progress.step,
             max_loss=max_loss,
@@ -291,34 +292,12 @@ def inputs_of(run: Run, batch: Batch) -> Inputs:
     return model_inputs(run.model_parts[0], batch, run.parallel_dims, balancer)
 
 
-@torch.no_grad()
-def validate(run: Run) -> float:
-    """Mean loss per token over the held-out documents: the same samples each time, on every mesh."""
-    for part in run.model_parts:
-        part.eval()  # the router counts its load in training mode only
-    sums = run.replay.until_it_fits(partial(held_out_loss, run), "validation")
-    for part in run.model_parts:
-        part.train()
-    batch_mesh = run.parallel_dims.get_optional_mesh("batch")
-    loss_sum = parallel.sum_of_sequence(run.parallel_dims, sums["loss"])
-    return dist_utils.dist_sum(loss_sum, batch_mesh) / dist_utils.dist_sum(sums["labels"], batch_mesh)
-
-
-def held_out_loss(run: Run) -> dict[str, torch.Tensor]:
-    """This rank's share of the cross-entropy of all held-out batches, summed, and how many labels it is of."""
-    assert run.validation_dataloader is not None
-    batches = iter(run.validation_dataloader)
-    loss_sum = torch.zeros((), device=run.device)
-    valid = torch.zeros((), dtype=torch.int64, device=run.device)
-    for _ in range(run.config.validation.steps):
-        microbatches = [to_device(next(batches), run.device) for _ in range(run.microbatches)]
-        valid += torch.stack([(labels_BL != IGNORE_INDEX).sum() for _, labels_BL in microbatches]).sum()
-        with run.spmd_context():
-            if run.pipeline is not None:
-                loss_sum += run.pipeline.evaluate([inputs_of(run, batch) for batch in microbatches])
-            else:
-                loss_sum += torch.stack([forward(run, batch)[0] for batch in microbatches]).sum()
-    return {"loss": loss_sum, "labels": valid}
+def evaluate(run: Run, microbatches: list[Batch]) -> torch.Tensor:
+    """This rank's share of the cross-entropy of held-out microbatches, summed over their tokens."""
+    with run.spmd_context():
+        if run.pipeline is not None:
+            return run.pipeline.evaluate([inputs_of(run, batch) for batch in microbatches])
+        return torch.stack([forward(run, batch)[0] for batch in microbatches]).sum()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

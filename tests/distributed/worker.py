@@ -33,7 +33,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from tests import te_doubles
-from titan_moe import runtime
+from titan_moe import runtime, validation
 from titan_moe.moe import experts
 from titan_moe.moe.layer import FusedMoE, moe_layers
 from titan_moe.moe.names import to_stock_names
@@ -215,7 +215,7 @@ def run_case(
     recorder = Recorder()
     direct: list[tuple[int, float, int]] = []
     build, train_step = train.build, train.train_step
-    forward_backward, held_out_loss = train.forward_backward, train.held_out_loss
+    forward_backward, held_out_loss = train.forward_backward, validation.held_out_loss
     clip, route = train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward
     exchange = dist.all_to_all_single
 
@@ -254,9 +254,9 @@ def run_case(
         recorder.passes[run.progress.step] += 1
         return forward_backward(run, *args, **kwargs)
 
-    def counting_held_out_loss(run):
+    def counting_held_out_loss(*args):
         recorder.validations += 1
-        return held_out_loss(run)
+        return held_out_loss(*args)
 
     def counting_exchange(*args, **kwargs):  # inside ops of our own, where the dispatch mode does not look
         if recorder.gradients is None:
@@ -276,7 +276,7 @@ def run_case(
     for node in (experts._Dgrad, experts._Wgrad):
         count_backward(node, recorder)
     # No need to put anything back: the case has this process to itself.
-    train.forward_backward, train.held_out_loss = counting_forward_backward, counting_held_out_loss
+    train.forward_backward, validation.held_out_loss = counting_forward_backward, counting_held_out_loss
     train.build, train.train_step, dist.all_to_all_single = recording_build, counting_step, counting_exchange
     train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward = recording_clip, recording_route
     train.main(argv)
