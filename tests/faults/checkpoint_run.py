@@ -6,10 +6,12 @@ a second.
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import titan_moe.runtime  # noqa: F401
 
@@ -96,20 +98,26 @@ class TinyRun:
         return found.union({self.progress.step, self.progress.tokens_seen}, *(state.steps() for state in self.states))
 
 
-def join(rank: int, world_size: int, store: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+@contextmanager
+def joined(rank: int, world_size: int, store: str) -> Iterator[None]:
+    """This process is a rank, and afterwards what it was."""
+    threads, ranks = torch.get_num_threads(), {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in ranks.items()}):
+        dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+            torch.set_num_threads(threads)
 
 
 def _rank(job: Callable, rank: int, world_size: int, store: str, answers: Connection, arguments: tuple) -> None:
-    join(rank, world_size, store)
-    try:
-        job(answers.send, *arguments)
-    except ValueError as error:
-        answers.send(f"ValueError: {error}")
-    finally:
-        dist.destroy_process_group()
+    with joined(rank, world_size, store):
+        try:
+            job(answers.send, *arguments)
+        except ValueError as error:
+            answers.send(f"ValueError: {error}")
 
 
 class Job:

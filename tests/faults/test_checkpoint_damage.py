@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.faults.checkpoint_run import Job, TinyRun, join
+from tests.faults.checkpoint_run import Job, TinyRun, joined
 from titan_moe import checkpoint_folder, checkpoint_io
 from titan_moe.checkpoint import load
 from titan_moe.checkpoint_folder import MANIFEST, Damaged, File, ForeignFormat, Manifest, read_manifest, steps
@@ -40,9 +39,8 @@ def saved(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory) -> Iterator[None]:
     """This process is a process group."""
-    join(0, 1, str(tmp_path_factory.mktemp("group") / "store"))
-    yield
-    dist.destroy_process_group()
+    with joined(0, 1, str(tmp_path_factory.mktemp("group") / "store")):
+        yield
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.faults.checkpoint_run import Job, TinyRun, join
+from tests.faults.checkpoint_run import Job, TinyRun, joined
 from titan_moe import checkpoint_folder, checkpoint_io
 from titan_moe.checkpoint_folder import DELETED, REPLACED, TMP, hidden, steps
 
@@ -115,9 +115,8 @@ def test_a_read_only_folder_is_told_when_it_is_saved_to_and_at_the_next_start(di
 
 @pytest.fixture
 def one_rank(tmp_path) -> Iterator[None]:
-    join(0, 1, str(tmp_path / "store"))
-    yield
-    dist.destroy_process_group()
+    with joined(0, 1, str(tmp_path / "store")):
+        yield
 
 
 def save_and_wait(run: TinyRun, step: int) -> None:
