@@ -8,14 +8,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import titan_moe.runtime as runtime
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
@@ -28,7 +29,7 @@ from titan_moe.loss import build_loss
 from titan_moe.mesh_check import microbatch_size, microbatches_per_step
 from titan_moe.model import build_model, init_weights
 from titan_moe.moe import exchange
-from titan_moe.moe.layer import moe_layers
+from titan_moe.moe.layer import FusedMoE, moe_layers
 
 SMALL = [
     "train_configs/debug_model.toml",
@@ -41,7 +42,8 @@ SMALL = [
 
 @dataclass
 class Found:
-    """Of one forward and backward of a step. gathers: FSDP's all-gathers and reduce-scatters; events: see `watched`."""
+    """Of one forward and backward of a step. gathers: FSDP's all-gathers and reduce-scatters. intervals: "name",
+    "start", "end" in seconds from its beginning, of transfers, of waits for them and of what `watched` watches."""
 
     loss: Tensor
     aux: Tensor
@@ -50,7 +52,7 @@ class Found:
     gathers: Counter[str]
     transfers: list[Transfer]
     seconds: float
-    intervals: list[tuple[str, float, float]] = field(default_factory=list)
+    intervals: list[dict[str, Any]]
 
 
 _meshes: dict[str, ParallelDims] = {}
@@ -90,15 +92,16 @@ class Trainee:
             )
         return found
 
-    def run(self) -> Found:
+    def run(self, watches: bool = False) -> Found:
         """Gradients of a step, from zero."""
         for part in self.parts:
             part.zero_grad()
         valid, context = torch.tensor(1000.0), dist_utils.get_spmd_context(parallel_dims=self.dims)
         in_flight.log = []
+        inputs = self.inputs()
+        dist.barrier()
         begun = time.perf_counter()
-        with counted() as gathers, context():
-            inputs = self.inputs()
+        with counted() as gathers, watched(self.layers if watches else {}) as computed, context():
             if self.pipeline is not None:
                 loss = self.pipeline.step(inputs, valid)
             else:
@@ -126,7 +129,70 @@ class Trainee:
             gathers=gathers,
             transfers=transfers,
             seconds=seconds,
+            intervals=[
+                {"name": name, "start": start - begun, "end": end - begun}
+                for name, start, end in (*computed, *intervals(transfers))
+            ],
         )
+
+
+def intervals(transfers: list[Transfer]) -> Iterator[tuple[str, float, float]]:
+    for transfer in transfers:
+        name, issued = transfer.name + " backward" * transfer.backward, transfer.issued.host
+        assert transfer.waited is not None and transfer.done is not None
+        yield name, issued, issued + transfer.in_flight
+        yield f"wait {name}", transfer.waited.host, transfer.done.host
+
+
+@contextmanager
+def watched(layers: dict[str, FusedMoE]) -> Iterator[list[tuple[str, float, float]]]:
+    """When the shared experts and the routed ones computed: (name, start, end), backward too. Backward of a part is
+    from when the gradient of its output is there until that of its input is."""
+    found: list[tuple[str, float, float]] = []
+    hooks = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        begun: list[float] = []
+
+        def before(_module, args):
+            begun.append(time.perf_counter())
+            x = args[0]
+            if x.requires_grad:
+                started: list[float] = []
+
+                def end_backward(grad):
+                    found.append((f"{name} backward", started[0], time.perf_counter()))
+
+                begun_backward.append(started)
+                # a view, so that other users of x do not share the hook
+                return (_marked(x, end_backward), *args[1:])
+            return None
+
+        begun_backward: list[list[float]] = []
+
+        def after(_module, _args, output):
+            found.append((name, begun.pop(), time.perf_counter()))
+            if output.requires_grad:
+                started = begun_backward.pop()
+                output.register_hook(lambda grad: started.append(time.perf_counter()))
+
+        hooks.extend([module.register_forward_pre_hook(before), module.register_forward_hook(after)])
+
+    for moe in layers.values():
+        if moe.shared_experts is not None:
+            watch("shared expert", moe.shared_experts)
+        watch("experts", moe.routed_experts.inner_experts)
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _marked(x: Tensor, hook: Callable) -> Tensor:
+    x = x.view_as(x)
+    x.register_hook(hook)
+    return x
 
 
 @contextmanager
@@ -148,28 +214,64 @@ def counted() -> Iterator[Counter[str]]:
         yield calls
 
 
-def compare(tell: Callable, cases: dict[str, tuple[list[str], list[str]]]) -> None:
-    """For each case, (modes, arguments): what differs between moe.overlap = "none" and each mode."""
-    for name, (modes, argv) in cases.items():
-        plain = Trainee(argv).run()
-        for mode in modes:
-            found = Trainee([*argv, f"--moe.overlap={mode}"]).run()
-            assert found.gradients.keys() == plain.gradients.keys()
-            errors = {
-                key: float((found.gradients[key] - g).norm() / g.norm().clamp(min=1e-12))
-                for key, g in plain.gradients.items()
+def compare(tell: Callable, modes: list[str], argv: list[str]) -> None:
+    """What differs between moe.overlap = "none" and each mode."""
+    plain = Trainee(argv).run()
+    for mode in modes:
+        found = Trainee([*argv, f"--moe.overlap={mode}"]).run()
+        assert found.gradients.keys() == plain.gradients.keys()
+        errors = {
+            key: float((found.gradients[key] - g).norm() / g.norm().clamp(min=1e-12))
+            for key, g in plain.gradients.items()
+        }
+        worst = max(errors, key=errors.__getitem__)
+        tell(
+            {
+                "loss": float((found.loss - plain.loss).abs() / plain.loss.abs().clamp(min=1e-12)),
+                "aux": float((found.aux - plain.aux).norm() / plain.aux.norm().clamp(min=1e-12)),
+                "gradient": (worst, errors[worst]),
+                "loads": found.loads == plain.loads,
+                "gathers": (dict(found.gathers), dict(plain.gathers)),
+                "calls": {key: total.calls for key, total in in_flight.summary(found.transfers).items()},
+                "plain calls": {key: total.calls for key, total in in_flight.summary(plain.transfers).items()},
             }
-            worst = max(errors, key=errors.__getitem__)
-            tell(
-                {
-                    "case": f"{name} {mode}",
-                    "loss": float((found.loss - plain.loss).abs() / plain.loss.abs().clamp(min=1e-12)),
-                    "aux": float((found.aux - plain.aux).norm() / plain.aux.norm().clamp(min=1e-12)),
-                    "gradient": (worst, errors[worst]),
-                    "loads": found.loads == plain.loads,
-                    "gathers": (dict(found.gathers), dict(plain.gathers)),
-                    "calls": {key: total.calls for key, total in in_flight.summary(found.transfers).items()},
-                    "plain calls": {key: total.calls for key, total in in_flight.summary(plain.transfers).items()},
-                }
-            )
-    tell(None)
+        )
+
+
+def measure(tell: Callable, argv: list[str], steps: int) -> None:
+    """Some steps, after one that does not count: for each its seconds, the totals of its transfers, its intervals, and
+    the share of the shared expert's time under which something was in flight."""
+    trainee = Trainee(argv)
+    trainee.run()
+    told = []
+    for _ in range(steps):
+        found = trainee.run(watches=True)
+        totals = in_flight.summary(found.transfers)
+        told.append(
+            {
+                "seconds": found.seconds,
+                "totals": {
+                    name: {"in_flight": t.in_flight, "exposed": t.exposed, "hidden": t.hidden}
+                    for name, t in totals.items()
+                },
+                "intervals": found.intervals,
+                "under shared": covered(found.intervals, ("shared expert", "shared expert backward"), TRANSFERS),
+            }
+        )
+    tell(told)
+
+
+TRANSFERS = ("dispatch", "combine", "dispatch backward", "combine backward")
+
+
+def covered(found: list[dict[str, Any]], parts: tuple[str, ...], by: tuple[str, ...]) -> float:
+    """The share of the time of `parts` in which at least one of `by` was going on. 0 without any."""
+    whole = under = 0.0
+    for part in (each for each in found if each["name"] in parts):
+        whole += part["end"] - part["start"]
+        until = part["start"]
+        for other in sorted((each for each in found if each["name"] in by), key=lambda each: each["start"]):
+            start, end = max(other["start"], until), min(other["end"], part["end"])
+            if end > start:
+                under, until = under + end - start, end
+    return under / whole if whole else 0.0

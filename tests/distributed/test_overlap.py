@@ -1,6 +1,6 @@
 """moe.overlap between real ranks: nothing but the order of things changes, and what should be hidden is.
 
-One forked job per number of ranks; what the ranks do is in overlap_ranks.py.
+Forked jobs, one for each layout of the ranks; what these do is in overlap_ranks.py.
 """
 
 import pytest
@@ -61,25 +61,25 @@ QUICK = ("dedup", "redispatch")  # of two ranks; the others in the long run
 def compare(tmp_path, world_size: int, cases: dict) -> None:
     """Loss, auxiliary losses and each parameter's gradient within 1e-6, the same loads, and as many gathers and
     reductions of parameters."""
-    job = Job(tmp_path / "store", overlap_ranks.compare, cases, world_size=world_size)
     wrong, seen = [], 0
-    while (answers := job.hear())[0] is not None:
-        for answer in answers:
-            assert isinstance(answer, dict), answer
-            seen += 1
-            halves = answer["case"].endswith("half_batch")
-            expected = {key: calls * (1 + halves) for key, calls in answer["plain calls"].items()}
-            if not (
-                answer["loss"] <= 1e-6
-                and answer["aux"] <= 1e-6
-                and answer["gradient"][1] <= 1e-6
-                and answer["loads"]
-                and answer["gathers"][0] == answer["gathers"][1]
-                and answer["calls"] == expected
-                and expected
-            ):
-                wrong.append(answer)
-    job.end()
+    for name, (modes, argv) in cases.items():
+        job = Job(tmp_path / "store", overlap_ranks.compare, modes, argv, world_size=world_size)
+        for mode in modes:
+            for answer in job.hear():
+                assert isinstance(answer, dict), f"{name} {mode}: {answer}"
+                seen += 1
+                halves = mode == "half_batch"
+                expected = {key: calls * (1 + halves) for key, calls in answer["plain calls"].items()}
+                if not (
+                    answer["loss"] <= 1e-6
+                    and answer["aux"] <= 1e-6
+                    and answer["gradient"][1] <= 1e-6
+                    and answer["loads"]
+                    and answer["gathers"][0] == answer["gathers"][1]
+                    and answer["calls"] == expected
+                ):
+                    wrong.append((name, mode, answer))
+        job.end()
     assert seen == world_size * sum(len(modes) for modes, _ in cases.values())
     assert not wrong, "\n".join(map(str, wrong))
 
