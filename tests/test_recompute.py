@@ -79,8 +79,8 @@ def test_no_bit_changes_and_router_plan_and_combine_run_once(policy, dtype, plai
     calls: Counter[str] = Counter()
     for moe in (module for module in model.modules() if hasattr(module, "tokens_per_expert_E")):
         dispatcher = moe.routed_experts.dispatcher
-        combine = dispatcher.combine
-        dispatcher.combine = lambda *args, combine=combine: calls.update(combine=1) or combine(*args)
+        combine = dispatcher.start_combine
+        dispatcher.start_combine = lambda *args, combine=combine: calls.update(combine=1) or combine(*args)
         if policy not in ("selective", "full"):
             moe.router.register_forward_hook(lambda *_: calls.update(router=1))
     found = gradients(model)

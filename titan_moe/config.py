@@ -154,6 +154,11 @@ class MoE:
     """With "te_ep": type of the rows that are sent to experts, and of their gradients coming back to them; "mxfp8"
     halves the bytes, on Blackwell. What experts return, and the gradient of what they were sent, is always bf16"""
 
+    overlap: Literal["none", "shared_expert", "half_batch"] = "none"
+    """What runs while tokens travel to their experts and back, forward and backward: "shared_expert", the layer's
+    shared expert, during dispatch; "half_batch", the other half of a microbatch's sequences, which go through a layer
+    one step apart. With the dispatchers "dedup" and "alltoall" (docs/overlap.md)"""
+
     redispatch: bool = False
     """Under activation checkpointing, send tokens to their experts again in backward, instead of keeping what was
     received: less memory, more traffic"""
@@ -534,6 +539,10 @@ class Debug:
 
     deterministic: bool = False
     """Refuse operations that do not repeat bit for bit; slower on GPUs, where the default may use them"""
+
+    comm_delay_ns_per_byte: float = 0.0
+    """For tests of what hides communication, on CPUs: a transfer of expert parallelism takes so many nanoseconds for
+    each byte that a rank receives from others, and transfers of one rank follow each other. 0: as fast as they are"""
 
 
 @dataclass(kw_only=True)

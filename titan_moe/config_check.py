@@ -17,6 +17,7 @@ from titan_moe import (
     mixture_check,
     moe_check,
     optimizer_check,
+    overlap_check,
     pipeline_check,
     precision_check,
     recompute_facts,
@@ -70,6 +71,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "moe.load_balance_coeff moe.sequence_loss_coeff moe.z_loss_coeff "
         "optimizer.weight_decay lr_scheduler.warmup_steps "
         "training.dataloader.num_workers comm.hang_seconds comm.trace_buf_size "
+        "debug.comm_delay_ns_per_byte "
         "guards.max_skipped_steps guards.spike_sigma guards.corruption_check_every",
     ),
     (
@@ -121,6 +123,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
         found += mesh_check.check_accelerator(config)
     found += pipeline_check.check(config, world_size, flavor, unsound)
     found += moe_check.check(config)
+    found += overlap_check.check(config, flavor, unsound, accelerator=accelerator)
     found += titan_dispatchers_check.check(config, flavor)
     found += te_router_check.check(config, flavor)
     found += te_ep_check.check(config, flavor, unsound)

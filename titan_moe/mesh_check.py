@@ -61,6 +61,12 @@ def region_tokens(config: Config) -> int:
     return microbatch_size(config) * config.training.seq_len // split_by
 
 
+def dispatched_tokens(config: Config) -> int:
+    """The most tokens of one rank that are dispatched together: of a microbatch, or of half of its sequences."""
+    size = microbatch_size(config)
+    return region_tokens(config) // size * (-(-size // 2) if config.moe.overlap == "half_batch" else size)
+
+
 def microbatches_per_step(config: Config, world_size: int) -> int:
     """Microbatches of one optimizer step on one rank: gradient accumulation's, each cut into the pipeline's."""
     accumulation = gradient_accumulation_steps(config, world_size)

@@ -11,6 +11,8 @@ every node, replaces some of them and builds the modules on the meta device:
 | MTPDecoder                 | families.Model             | MTP layers too leave the head to the loss              |
 | Attention, norms,          | block: LatentAttention,    | names for what backward can make again instead of      |
 | FeedForward                | Norm, SwiGLU, SharedExpert | keeping it                                             |
+| TransformerBlock           | half_batch: HalfBatchBlock | two halves of a microbatch that hide each other's      |
+|                            |                            | transfers, if asked for                                |
 | Linear                     | precision.linear:          | GEMMs in low precision, of the layers that a recipe    |
 |                            | QuantizedLinear            | holds for                                              |
 
@@ -40,7 +42,8 @@ from titan_moe.block import mark
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor, sequences_per_step
 from titan_moe.families import Model
-from titan_moe.mesh_check import region_tokens
+from titan_moe.half_batch import halve
+from titan_moe.mesh_check import dispatched_tokens
 from titan_moe.moe.choices import choose_experts
 from titan_moe.moe.layer import fuse
 from titan_moe.moe.names import FUSED, GATE, UP, split_w13
@@ -72,6 +75,8 @@ def model_config(config: Config) -> Model.Config:
         mark(layer)
         if recipe is not None:
             quantize_linears(layer, recipe, backend_of_linears(config, model_flavor(config), recipe)[0])
+    if config.moe.overlap == "half_batch":
+        tree.layers, tree.mtp_layers = [[halve(layer) for layer in part] for part in (tree.layers, tree.mtp_layers)]
     return tree
 
 
@@ -94,7 +99,8 @@ def moe_settings(config: Config, recipe: str | None = None) -> dict[str, Any]:
         "capacity_factor": m.capacity_factor,
         "drop_policy": m.drop_policy,
         "recv_buffer": m.recv_buffer,
-        "max_tokens": region_tokens(config),
+        "max_tokens": dispatched_tokens(config),
+        "overlap_shared": m.overlap == "shared_expert",
         "router": m.router,
         "in_flight": in_flight(config, world_size),
         "te_ep_payload": m.te_ep_payload,

@@ -18,6 +18,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.deepseek_v3 import MTPDecoder, parallelize_deepseekv3
 
+from titan_moe import in_flight
 from titan_moe.config import Config
 from titan_moe.config_check import microbatches_per_step
 from titan_moe.pipeline import Pipeline
@@ -32,6 +33,7 @@ def parallelize(
 ) -> tuple[list[MTPDecoder], Pipeline | None]:
     """Cut the meta-device model into this rank's pipeline stages, and shard, checkpoint and compile each. Without a
     pipeline the model itself is the one part."""
+    in_flight.seconds_per_byte = config.debug.comm_delay_ns_per_byte * 1e-9
     shard = partial(parallelize_part, config=config, parallel_dims=parallel_dims)
     if not parallel_dims.pp_enabled:
         shard(model)

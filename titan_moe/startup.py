@@ -17,7 +17,7 @@ from titan_moe.config_check import model_flavor
 from titan_moe.config_print import literal
 from titan_moe.flavors import Flavor
 from titan_moe.machine_check import Machine, occupied
-from titan_moe.mesh_check import microbatch_size, microbatches_per_step, region_tokens
+from titan_moe.mesh_check import dispatched_tokens, microbatch_size, microbatches_per_step, region_tokens
 from titan_moe.metrics import Metrics
 from titan_moe.moe.balance import balanced_random_ids
 from titan_moe.moe.choices import choose_dispatcher, choose_experts, experts_sync_problem, slab_alignment
@@ -123,13 +123,25 @@ def moe_report(config: Config, parallel_dims: ParallelDims) -> list[str]:
     if ep > 1 and m.recv_buffer != "exact":
         factor = None if isinstance(m.recv_buffer, str) else m.recv_buffer
         alignment = slab_alignment(experts, recipe)
-        rows, load = static_rows(factor, tokens, flavor.top_k, local_experts, alignment, ep), ""
+        together = dispatched_tokens(config)
+        room, load = static_rows(factor, together, flavor.top_k, local_experts, alignment, ep), ""
+        parts = 2 if m.overlap == "half_batch" else 1
+        rows = room * parts
         lines.append(
-            f"MoE: a rank has room for {rows:,} rows per layer and microbatch, {rows / (tokens * flavor.top_k):.2f} "
-            f"times the mean, whatever arrives (moe.recv_buffer = {literal(m.recv_buffer)})"
+            f"MoE: a rank has room for {room:,} rows per layer and {'half ' * (parts - 1)}microbatch, "
+            f"{room / (together * flavor.top_k):.2f} times the mean, whatever arrives (moe.recv_buffer = "
+            f"{literal(m.recv_buffer)})"
         )
         if waits := experts_sync_problem(experts, DEVICE_TYPE, dtype, flavor.dim, hidden, recipe):
             lines.append(f"MoE: the host waits for the device once per layer all the same: {waits}")
+    if m.overlap != "none":
+        beside = {
+            "shared_expert": "the shared expert runs while tokens are on their way to their experts",
+            "half_batch": "half of a microbatch's sequences compute while the other half's tokens are on their way",
+        }[m.overlap]
+        lines.append(f'MoE: {beside} (moe.overlap = "{m.overlap}")')
+    if delay := config.debug.comm_delay_ns_per_byte:
+        lines.append(f"MoE: transfers take {delay} ns more per byte received (debug.comm_delay_ns_per_byte)")
     if m.force_balance != "none":
         ids_TK = forced_ids(m.force_balance, tokens, flavor)
         ranks = destinations(ids_TK // (flavor.num_experts // ep), ep).sum(1).double().mean().item()

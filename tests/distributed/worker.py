@@ -176,7 +176,7 @@ def lose_rows(run: Any) -> None:
     layers = {name: moe for part in run.model_parts for name, moe in moe_layers(part).items()}
     region = layers["layers.2"].routed_experts
     dispatcher, lost = region.dispatcher, {}
-    plan, dispatch = dispatcher.plan, dispatcher.dispatch
+    plan, dispatch = dispatcher.plan, dispatcher.start_dispatch
 
     def loses() -> bool:
         place = "step 2" if region.training else "validation"
@@ -192,7 +192,7 @@ def lose_rows(run: Any) -> None:
         return dispatch(x_TD * 0, weights_TK * 0, plan) if loses() else dispatch(x_TD, weights_TK, plan)
 
     if dist.get_rank() == 1:
-        dispatcher.plan, dispatcher.dispatch = claiming_plan, losing_dispatch
+        dispatcher.plan, dispatcher.start_dispatch = claiming_plan, losing_dispatch
 
 
 def load(path: str) -> ModuleType:

@@ -89,11 +89,13 @@ def test_rows_move_without_asking_the_host():
     splits = [3] * RANKS
     with fake_group(RANKS) as group, sync_free(), torch.no_grad():
         x_UD, w_N = torch.randn(13, D, device="cuda"), torch.rand(12, device="cuda")
-        moved, weights = exchange._dispatch_rows._init_fn(
-            x_UD, w_N, splits, splits, splits, splits, group.group_name, True
-        )
-        assert moved.shape == (13, D) and weights.shape == (12,)
-        assert exchange._combine_rows._init_fn(moved, splits, splits, group.group_name, True).shape == (13, D)
+        how = (splits, splits, splits, splits, group.group_name, True, True)
+        tickets = exchange._start_dispatch._init_fn(x_UD, w_N, *how, False)
+        x_VD, w_M = exchange._wait_dispatch._init_fn(*tickets, *how)
+        assert x_VD.shape == (13, D) and w_M.shape == (12,)
+        how = (splits, splits, group.group_name, True, True)
+        ticket = exchange._start_combine._init_fn(x_VD, *how, False)
+        assert exchange._wait_combine._init_fn(ticket, *how).shape == (13, D)
 
 
 @pytest.mark.parametrize(("name", "module"), [("alltoall", alltoall), ("dedup", dedup)])

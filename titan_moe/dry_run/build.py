@@ -30,7 +30,7 @@ from titan_moe.dry_run.watch import Watch
 from titan_moe.guards import Guard
 from titan_moe.inputs import Batch
 from titan_moe.loss import build_loss
-from titan_moe.mesh_check import data_parallel_degree, microbatch_size, microbatches_per_step, region_tokens
+from titan_moe.mesh_check import data_parallel_degree, dispatched_tokens, microbatch_size, microbatches_per_step
 from titan_moe.model import build_model
 from titan_moe.moe.contract import Dispatcher
 from titan_moe.moe.layer import moe_layers
@@ -182,7 +182,9 @@ def plan_evenly(run: train.Run, watching: Callable[[], AbstractContextManager]) 
         return
     config = run.config
     forced = "natural" if config.moe.force_balance == "none" else config.moe.force_balance
-    sizes = routing.even_sizes(model_flavor(config), region_tokens(config), cast(Dispatcher, dispatchers[0]), forced)
+    sizes = routing.even_sizes(
+        model_flavor(config), dispatched_tokens(config), cast(Dispatcher, dispatchers[0]), forced
+    )
     routing.plan_evenly(sizes, watching)
 
 

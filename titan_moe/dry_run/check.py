@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from titan_moe.config import Config
 from titan_moe.launch import count
+from titan_moe.mesh_check import microbatch_size
 
 
 def place(env: Mapping[str, str], planned: int | None, problems: list[str]) -> tuple[int, int]:
@@ -38,6 +39,11 @@ def problems(config: Config) -> list[str]:
         found.append(
             f'moe.dispatcher = "{config.moe.dispatcher}": its buffers are a library\'s, which a dry run does not see; '
             'use "dedup", which moves the same rows'
+        )
+    if config.moe.overlap == "half_batch" and (size := microbatch_size(config)) % 2:
+        found.append(
+            f'moe.overlap = "half_batch" with {size} sequences in a microbatch: its halves are not of one size, and a '
+            "dry run routes all that is dispatched alike; use an even number"
         )
     if config.precision.backend == "te":
         found.append(

@@ -22,7 +22,7 @@ from titan_moe.plan import traffic
 
 OPS = (
     *(alltoall._plan_alltoall, dedup._plan_dedup, static.plan_alltoall_fixed, static.plan_dedup_fixed),
-    *(exchange._dispatch_rows, exchange._combine_rows),
+    *(exchange._start_dispatch, exchange._wait_dispatch, exchange._start_combine, exchange._wait_combine),
 )
 """Everything that dispatch sends is sent inside one of them"""
 

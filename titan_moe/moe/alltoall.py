@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.moe import layout, static
-from titan_moe.moe.contract import Dispatcher, Plan
+from titan_moe.moe.contract import Plan
 from titan_moe.moe.exchange import group_named
 from titan_moe.moe.plan_tensors import pack, read_sizes, refuse_fake, unpack_exact
+from titan_moe.moe.row_dispatcher import RowDispatcher
 from titan_moe.moe.rows import CopyMap, RowMap
 
 
-class AllToAllDispatcher(Dispatcher):
+class AllToAllDispatcher(RowDispatcher):
     """k copies per token on the wire; one host sync per layer, in the plan, or none with a fixed `recv_buffer`."""
 
     name = "alltoall"

@@ -19,8 +19,9 @@ The contract (it is that of Transformer Engine's expert parallelism, so what hol
 - Backward carries the gradient of x_TD and of each (token, k) weight. A dropped copy adds nothing; its gradient is
   zero.
 - Everything that depends on ids alone is in the plan: counts, destinations, sizes, the host sync if there is one. It is
-  one op of `titan_moe`, as is each exchange of rows (see exchange.py), so that activation checkpointing can keep its
-  result by name; backward and recompute then move rows at most, and never plan again.
+  one op of `titan_moe`, as are the start and the end of each exchange of rows (see exchange.py), so that activation
+  checkpointing can keep its result by name; backward and recompute then move rows at most, and never plan again.
+- Both may be started and waited for later, with something else to do in between (`start_dispatch`, `start_combine`).
 
 `recv_buffer` is the shape policy of the received rows. "exact": as many as there are, which the host must learn, so it
 waits for the device once per layer. "worst_case" or a factor: a fixed number R, the same on all ranks, so that nobody
@@ -42,8 +43,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titan_moe.moe import layout
-from titan_moe.moe.exchange import combine_rows, dispatch_rows
-from titan_moe.moe.rows import CopyMap, RowMap, gather_rows, select_copies, sum_rows
+from titan_moe.moe.moving import Moving
+from titan_moe.moe.rows import CopyMap, RowMap
 
 DROP_POLICIES = ("probs", "position")
 RECV_BUFFERS = ("exact", "worst_case")  # or a factor
@@ -106,7 +107,7 @@ class Received:
 
 
 class Dispatcher:
-    """The contract, and what the portable dispatchers share; no module, it has no parameters.
+    """The contract; no module, it has no parameters. What the portable dispatchers share is in row_dispatcher.py.
 
     Arguments:
         num_experts, top_k: E and K. The E experts lie in contiguous blocks of e = E / EP on the ranks.
@@ -215,26 +216,20 @@ class Dispatcher:
 
     def dispatch(self, x_TD: Tensor, topk_weights_TK: Tensor, plan: Plan) -> Received:
         """Move the rows x_TD, of any float dtype, and the routing weights to the experts. Differentiable in both."""
-        assert isinstance(plan, RowPlan)
-        rows, weights = x_TD, topk_weights_TK.reshape(-1)
-        if weights.dtype != torch.float64:
-            weights = weights.float()
-        for hop in plan.hops:
-            rows = gather_rows(rows, hop.rows, zero_fill=hop.empty_slots)
-            weights = select_copies(weights, hop.copies)
-            rows, weights = dispatch_rows(rows, weights, hop.row_splits, hop.copy_splits, self.group)
-        x_RD = gather_rows(rows, plan.rows, zero_fill=not plan.hops)
-        return Received(x_RD, select_copies(weights, plan.copies), plan.padded_counts_e, plan)
+        raise NotImplementedError
 
-    def combine(self, y_RD: Tensor, state: Plan) -> Tensor:
+    def combine(self, y_RD: Tensor, state: Any) -> Tensor:
         """The sum of each token's copies, [T, D], in the dtype of y_RD. Differentiable."""
-        assert isinstance(state, RowPlan)
-        held = [state.tokens, *(sum(hop.row_splits[0]) + 1 for hop in state.hops)]  # see exchange.py about the 1
-        rows = sum_rows(y_RD, state.rows, held[-1], zero_fill=not state.hops)
-        for hop, inputs in zip(reversed(state.hops), reversed(held[:-1])):
-            rows = combine_rows(rows, hop.row_splits, self.group, zero_row=hop.empty_slots)
-            rows = sum_rows(rows, hop.rows, inputs, zero_fill=hop.empty_slots)
-        return rows
+        raise NotImplementedError
+
+    def start_dispatch(self, x_TD: Tensor, topk_weights_TK: Tensor, plan: Plan) -> Moving[Received]:
+        """`dispatch` that returns when the first rows are under way. A library that sends and receives in one call is
+        done by then."""
+        return Moving.done(self.dispatch(x_TD, topk_weights_TK, plan))
+
+    def start_combine(self, y_RD: Tensor, state: Any) -> Moving[Tensor]:
+        """`combine` that returns when the first rows are under way."""
+        return Moving.done(self.combine(y_RD, state))
 
 
 def _check(d: Dispatcher) -> None:

@@ -25,13 +25,14 @@ from torch.distributed import ProcessGroup
 
 from titan_moe.moe import layout, static
 from titan_moe.moe.alltoall import send_copies
-from titan_moe.moe.contract import Dispatcher, Plan
+from titan_moe.moe.contract import Plan
 from titan_moe.moe.exchange import exchange, group_named
 from titan_moe.moe.plan_tensors import pack, read_sizes, refuse_fake, unpack_exact
+from titan_moe.moe.row_dispatcher import RowDispatcher
 from titan_moe.moe.rows import CopyMap, RowMap
 
 
-class DedupDispatcher(Dispatcher):
+class DedupDispatcher(RowDispatcher):
     """One row per (token, destination rank) on the wire, or per (token, node) and then fanned out inside it."""
 
     name = "dedup"

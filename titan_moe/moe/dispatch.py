@@ -19,6 +19,7 @@ from titan_moe.moe import layout
 from titan_moe.moe.alltoall import AllToAllDispatcher
 from titan_moe.moe.contract import DROP_POLICIES, Dispatcher, Plan, Received, RowPlan
 from titan_moe.moe.dedup import DedupDispatcher
+from titan_moe.moe.row_dispatcher import RowDispatcher
 from titan_moe.moe.rows import CopyMap, RowMap, gather
 from titan_moe.moe.te_ep import TEEPDispatcher
 from titan_moe.moe.titan_dispatchers import DeepEPDispatcher, HybridEPDispatcher
@@ -29,6 +30,7 @@ __all__ = [
     "PAYLOAD_OPS",
     "PLAN_OPS",
     "RECEIVE_OPS",
+    "RETURN_OPS",
     "Dispatcher",
     "LocalDispatcher",
     "Plan",
@@ -37,7 +39,7 @@ __all__ = [
 ]
 
 
-class LocalDispatcher(Dispatcher):
+class LocalDispatcher(RowDispatcher):
     """All experts on this rank: rows are copied into slabs and added up again. Shapes depend on T alone (R is
     `max_rows(T)`, the tail undefined) and the host waits for nothing."""
 
@@ -105,13 +107,20 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {
 }
 
 # What activation checkpointing keeps so that recompute does not plan again. With RECEIVE_OPS too it sends no token to
-# its experts again; all that send are PAYLOAD_OPS.
+# its experts again. It stops before what combine returns, so it must not start a combine either: RETURN_OPS. All that
+# send are PAYLOAD_OPS.
 PLAN_OPS = tuple(
     getattr(torch.ops.titan_moe, f"plan_{name}").default
     for name in ("local", "alltoall", "dedup", "alltoall_fixed", "dedup_fixed", "te_ep", "deepep")
 )
-RECEIVE_OPS = (torch.ops.titan_moe.dispatch_rows.default, torch.ops.titan_moe.te_ep_dispatch.default)
-PAYLOAD_OPS = (*RECEIVE_OPS, torch.ops.titan_moe.combine_rows.default, torch.ops.titan_moe.te_ep_combine.default)
+RECEIVE_OPS = tuple(
+    getattr(torch.ops.titan_moe, name).default for name in ("start_dispatch", "wait_dispatch", "te_ep_dispatch")
+)
+RETURN_OPS = (torch.ops.titan_moe.start_combine.default,)
+PAYLOAD_OPS = (
+    *(*RECEIVE_OPS, *RETURN_OPS, torch.ops.titan_moe.wait_combine.default),
+    torch.ops.titan_moe.te_ep_combine.default,
+)
 
 
 def make_dispatcher(name: str, **arguments: Any) -> Dispatcher:

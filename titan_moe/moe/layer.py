@@ -29,6 +29,7 @@ import titan_moe.runtime  # noqa: F401
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config.override import derive, override
@@ -37,8 +38,9 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 
 from titan_moe.moe import balance, quantized_experts
 from titan_moe.moe.choices import choose_dispatcher, choose_experts, slab_alignment
-from titan_moe.moe.dispatch import Dispatcher, make_dispatcher
+from titan_moe.moe.dispatch import Dispatcher, Plan, make_dispatcher
 from titan_moe.moe.experts import EXPERTS, Source
+from titan_moe.moe.moving import Moving
 from titan_moe.moe.names import FUSED, GATE, UP, merge_w13, split_w13
 from titan_moe.moe.router import Router, RouterGate, collect, recomputing
 from titan_moe.moe.te_router import TERouter
@@ -89,6 +91,30 @@ def _merge_on_load(module, state_dict: dict[str, Any], prefix: str, *_) -> None:
     names = [prefix + GATE, prefix + UP]
     if all(name in state_dict for name in names):
         state_dict[prefix + FUSED] = merge_w13(*(state_dict.pop(name) for name in names))
+
+
+@dataclass
+class UnderWay:
+    """A region between two of its parts. x_BLD: its input; moving: its dispatch, and after `compute` its combine."""
+
+    x_BLD: Tensor
+    plan: Plan
+    moving: Moving[Any]
+
+    def advance(self) -> None:
+        """See Moving."""
+        with _kept_as_it_is():
+            self.moving.advance()
+
+
+def _kept_as_it_is() -> saved_tensors_hooks:
+    """What combine keeps for backward is a part of the plan. Behind these hooks activation checkpointing does not see
+    it, so the last thing that recompute has to make is in the experts, and it stops before combine."""
+    return saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class FusedRoutedExperts(RoutedExperts):
@@ -151,6 +177,16 @@ class FusedRoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,  # not used: the plan counts; sharding binds arguments by name
     ) -> Tensor:
+        under_way = self.send(x_BLD, topk_scores_BLK, topk_expert_ids_BLK)
+        self.compute(under_way)
+        return self.collect(under_way)
+
+    # The region in three parts, for those who have something to do between them. With EP none of torchtitan's wrappers
+    # around `forward` has anything to move, so they can be called without.
+
+    @torch.compiler.disable
+    def send(self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor) -> UnderWay:
+        """Plan, and the dispatch, which is under way then."""
         dispatcher = self.dispatcher
         assert dispatcher is not None, "parallelize() has not been called: there are no ranks to dispatch to"
         x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
@@ -158,22 +194,30 @@ class FusedRoutedExperts(RoutedExperts):
         plan = dispatcher.plan(ids_TK, scores_TK)
         if self.training and not recomputing() and dispatcher.capacity_factor is not None:
             self.dropped = plan.dropped if self.dropped is None else self.dropped + plan.dropped
-        received = dispatcher.dispatch(x_TD, scores_TK, plan)
+        return UnderWay(x_BLD, plan, dispatcher.start_dispatch(x_TD, scores_TK, plan))
+
+    @torch.compiler.disable
+    def compute(self, under_way: UnderWay) -> None:
+        """The experts, after which the combine is under way."""
+        dispatcher, plan, x_BLD = self.dispatcher, under_way.plan, under_way.x_BLD
+        assert dispatcher is not None
+        received = under_way.moving.wait()
         if plan.overflow is not None and not recomputing():  # HybridEP tells only now
             self.overflow = plan.overflow if self.overflow is None else self.overflow | plan.overflow
         # On one rank rows are copies of tokens that the layer before keeps anyway, and copying again costs little.
         gather = getattr(dispatcher, "regather", None)
+        x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
         source = None if gather is None else Source(x_TD, partial(gather, plan=plan))
         with maybe_set_sparse_mesh():
             y_RD = self.inner_experts(received.x_RD, received.counts_e, received.weight_R, source)
-        # What combine keeps for backward is a part of the plan. Behind these hooks activation checkpointing does not
-        # see it, so the last thing that recompute has to make is in the experts, and it stops before combine.
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-            return dispatcher.combine(y_RD, received.state).view_as(x_BLD)
+        with _kept_as_it_is():
+            under_way.moving = dispatcher.start_combine(y_RD, received.state)
 
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+    @torch.compiler.disable
+    def collect(self, under_way: UnderWay) -> Tensor:
+        """What comes back, [B, L, D]."""
+        with _kept_as_it_is():
+            return under_way.moving.wait().view_as(under_way.x_BLD)
 
 
 class FusedMoE(MoE):
@@ -191,9 +235,11 @@ class FusedMoE(MoE):
     class Config(MoE.Config):
         sequence_loss_coeff: float = 0.0
         sequences_per_step: int = 1  # over all ranks and microbatches: what makes the loss a mean
+        overlap_shared: bool = False
 
     def __init__(self, config: Config):
         super().__init__(config)
+        self.overlap_shared = config.overlap_shared
         self.sequence_loss_coeff, self.sequences_per_step = config.sequence_loss_coeff, config.sequences_per_step
         self.loss: Tensor | None = None
         self.sequence_ranks = balance.WHOLE
@@ -206,6 +252,25 @@ class FusedMoE(MoE):
         self.sequence_ranks = balance.SequenceRanks.of(parallel_dims)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
+        # The shared expert comes before combine, so that recompute has made all it needs when it comes to that.
+        if self.overlap_shared and self.shared_experts is not None:
+            under_way = self.send(x_BLD)
+            shared_BLD = self.shared_experts(x_BLD)
+            self.routed_experts.compute(under_way)
+            return self.routed_experts.collect(under_way) + shared_BLD
+        routing = self.route(x_BLD)
+        shared_BLD = self.shared_experts(x_BLD) if self.shared_experts is not None else None
+        out_BLD = self.routed_experts(x_BLD, *routing)
+        return out_BLD if shared_BLD is None else out_BLD + shared_BLD
+
+    def send(self, x_BLD: Tensor) -> UnderWay:
+        """Route the tokens and send them to their experts. For the rest see FusedRoutedExperts."""
+        scores_BLK, ids_BLK, _ = self.route(x_BLD)
+        return self.routed_experts.send(x_BLD, scores_BLK, ids_BLK)
+
+    def route(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The router's weights [B, L, K], with the auxiliary loss in their gradient, and ids [B, L, K]; and the load
+        [E], which is noted."""
         scores_BLK, ids_BLK, all_scores_BLE = self.router(x_BLD, self.expert_bias_E)
         counts_E = balance.expert_counts(ids_BLK, all_scores_BLE.shape[-1])
         if self.training:
@@ -216,10 +281,7 @@ class FusedMoE(MoE):
                 loss = loss * (self.sequence_loss_coeff / self.sequences_per_step)
                 scores_BLK = balance.with_loss(scores_BLK, loss, self.sequence_ranks)
                 self.loss = collect(self.loss, loss)
-        # Before the routed experts, so that recompute has made all it needs when it comes to combine.
-        shared_BLD = self.shared_experts(x_BLD) if self.shared_experts is not None else None
-        out_BLD = self.routed_experts(x_BLD, scores_BLK, ids_BLK, counts_E)
-        return out_BLD if shared_BLD is None else out_BLD + shared_BLD
+        return scores_BLK, ids_BLK, counts_E
 
     def take_losses(self) -> Tensor:
         """The auxiliary losses of the step so far, of this rank; and forget them."""
@@ -271,12 +333,13 @@ def fuse(
     sequences_per_step: int = 1,
     router: str = "torch",
     recipe: str | None = None,
+    overlap_shared: bool = False,
 ) -> FusedMoE.Config:
     """A stock MoE config, sharding set or not, as one of ours. `sequences_per_step` is over all ranks and microbatches
     of an optimizer step; only the auxiliary losses need it. `max_tokens` is of one rank and microbatch; only te_ep,
     deepep, hybridep and a `recv_buffer` other than "exact" need it. `in_flight`, for te_ep: microbatches that may wait
     for their backward; `te_ep_payload`: what rows travel as there. `recipe` is what the experts' GEMMs are quantized
-    to."""
+    to. `overlap_shared`: the shared expert runs while tokens are on their way to their experts."""
     routed, chooser = config.routed_experts, config.router
     inner = routed.inner_experts
     if type(inner) is not GroupedExperts.Config:
@@ -314,6 +377,7 @@ def fuse(
         router=derive(chooser, (TERouter if router == "te" else Router).Config, gate=gate, force_balance=force_balance),
         sequence_loss_coeff=sequence_loss_coeff,
         sequences_per_step=sequences_per_step,
+        overlap_shared=overlap_shared,
     )
 
 

@@ -17,8 +17,8 @@ f T p, where p is the chance that any of K experts, drawn from all without group
 What does not fit goes nowhere and sets `overflow`: a copy beyond its destination's C, a row beyond C_rows (its copies
 arrive as rows of zeros), a slab row beyond R. The numbers of such a step are finite, and to be thrown away.
 
-How an empty slot is said: by an index one past the end. A gather there reads a row of zeros, which `dispatch_rows` and
-`combine_rows` keep behind what they receive (exchange.py); a scatter there writes to a place that is cut off.
+How an empty slot is said: by an index one past the end. A gather there reads a row of zeros, which the ops of dispatch
+and combine keep behind what they receive (exchange.py); a scatter there writes to a place that is cut off.
 
 Shape letters: T tokens of this rank, K top-k, N = T*K copies, E experts, e experts of one rank, S ranks, P = min(K, S),
 U row slots sent, V row slots received, M copy slots received, R rows of the padded slabs.

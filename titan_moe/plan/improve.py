@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from titan_moe.plan.job import Job
 from titan_moe.plan.step import Prediction, predict
+from titan_moe.plan.within_layer import WITHIN
 
 WORTH = 0.003  # gains below this are not shown
 
@@ -45,6 +46,11 @@ def variants(job: Job) -> Iterator[tuple[str, Job]]:
                 yield f'moe.dispatcher = "{dispatcher}"', replace(job, dispatcher=dispatcher)
         if job.overlap == "none" and (job.microbatches > 1 or job.pp > 1):
             yield "expert-parallel communication beside another microbatch", replace(job, overlap="1f1b_delayed_wgrad")
+        if job.overlap == "none" and job.dispatcher in ("alltoall", "dedup"):
+            for kind in WITHIN:
+                possible = job.model.num_shared_experts > 0 if kind == "shared_expert" else job.micro_batch_size > 1
+                if possible:
+                    yield f'moe.overlap = "{kind}"', replace(job, overlap=kind)
         if not job.sync_free:
             yield "no host waits for counts (static receive buffers)", replace(job, sync_free=True)
     if job.graphs in ("none", "router"):

@@ -24,7 +24,7 @@ from titan_moe.plan.stages import Stage
 from titan_moe.precision import layers
 
 Routing = Literal["natural", "balanced_random", "round_robin"]
-Overlap = Literal["none", "1f1b", "1f1b_delayed_wgrad", "dualpipe"]
+Overlap = Literal["none", "shared_expert", "half_batch", "1f1b", "1f1b_delayed_wgrad", "dualpipe"]
 Dispatcher = Literal["local", "alltoall", "dedup", "te_ep", "deepep", "hybridep"]
 Graphs = Literal["none", "router", "attention", "full"]
 
@@ -100,7 +100,7 @@ class Job:
     redispatch: bool = False
     """Tokens are dispatched again in backward"""
     overlap: Overlap = "none"
-    """How expert-parallel communication is hidden behind another microbatch"""
+    """How expert-parallel communication is hidden: inside a layer, as moe.overlap does, or behind another microbatch"""
     comm_sms: int = 20
     """Streaming multiprocessors that expert-parallel communication takes while it runs"""
     release: str = "titan"
@@ -252,7 +252,7 @@ def _from_config(config: Config, gpus: int, hardware: Hardware) -> Job:
         early_weighting=config.moe.weighting == "early",
         redispatch=config.moe.redispatch,
         fused_grouped_mlp=config.moe.experts == "te_fused",
-        overlap="dualpipe" if p.pipeline_parallel_schedule == "DualPipeV" else "none",
+        overlap="dualpipe" if p.pipeline_parallel_schedule == "DualPipeV" and pp > 1 else config.moe.overlap,
         release="titan",
         param_dtype=config.training.dtype,
         grad_dtype=config.training.dtype,

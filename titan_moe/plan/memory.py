@@ -36,6 +36,7 @@ from titan_moe.plan.job import Job
 from titan_moe.plan.layer import linears
 from titan_moe.plan.parameters import REPLICATED_BY_TP, Kind, of_embedding, of_head, of_layer
 from titan_moe.plan.stages import Stage
+from titan_moe.plan.within_layer import WITHIN
 
 GIB = 2**30
 ALLOCATOR_MARGIN = 0.04
@@ -229,7 +230,7 @@ def _low_precision_weights(job: Job, kind: Kind) -> float:
 def in_flight(job: Job, rank: int) -> Set[tuple[int, ...]]:
     """Microbatches whose activations a pipeline rank holds, of each of its stages, at its fullest moments. Hiding
     all-to-all behind another microbatch keeps one more alive."""
-    ahead = int(job.overlap != "none")
+    ahead = int(job.overlap not in ("none", *WITHIN))
     if job.pp == 1:
         return {(min(job.microbatches, 1 + ahead),) * job.vp}
     return schedule.held(job.schedule, rank, job.pp, job.vp, job.microbatches, ahead)

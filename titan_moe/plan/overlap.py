@@ -2,7 +2,8 @@
 
 Without overlap, the four expert-parallel transfers of a layer (dispatch and combine, and their transposes in backward)
 stand between kernels. With it, a layer's forward of one microbatch runs beside a layer's backward of another, in the
-order of Megatron's combined 1F1B, which is also DualPipe's (`pair_ops`). What cannot be hidden is exposed: first what
+order of Megatron's combined 1F1B, which is also DualPipe's (`pair_ops`); or transfers run beside kernels of the same
+microbatch (within_layer.py). What cannot be hidden is exposed: first what
 the scheduler finds no compute for, and then a share of each transfer (constant `overlap_miss`) in which launches and
 waits keep either lane from running.
 
@@ -21,6 +22,7 @@ from titan_moe.plan.job import Job
 from titan_moe.plan.layer import Kernel, Kind, layer_kernels
 from titan_moe.plan.profiles import Software
 from titan_moe.plan.schedule import Lane, Op, Placed
+from titan_moe.plan.within_layer import WITHIN, backward_ops, forward_ops
 
 DUALPIPE_MISS = 0.25
 """Share of `overlap_miss` that DualPipe has: it places transfers by hand (0.05-0.1 exposed against 0.22-0.3)"""
@@ -116,16 +118,26 @@ def layer_time(job: Job, kind: Kind, software: Software, c: Constants) -> LayerT
         gpu["forward"] += forward
         gpu["backward"] += backward
         parts[name] = forward + backward
-    alone = {
-        "forward": gpu["forward"] + sent.get("dispatch", 0.0) + sent.get("combine", 0.0),
-        "backward": gpu["backward"] + sent.get("combine backward", 0.0) + sent.get("dispatch backward", 0.0),
-    }
+    alone, slowed = (
+        {
+            "forward": gpu["forward"] + sent.get("dispatch", 0.0) + sent.get("combine", 0.0),
+            "backward": gpu["backward"] + sent.get("combine backward", 0.0) + sent.get("dispatch backward", 0.0),
+        },
+        0.0,
+    )
+    if job.overlap in WITHIN and moe:
+        _, within, stretched = place_within(job, listed, sent, c)
+        busy = {side: within[side] + sum(times[i] for times in beside.values()) for i, side in enumerate(alone)}
+        if sum(busy.values()) < sum(alone.values()):
+            alone, slowed = busy, stretched
+    if job.overlap == "half_batch" and moe:
+        launches, stall = {side: 2 * count for side, count in launches.items()}, 2 * stall
     host = {side: host_seconds(launches[side], software, c) for side in alone}
     forward, backward = (_join(alone[side], host[side], c) for side in ("forward", "backward"))
     forward += stall
-    steady, slowed = sum(alone.values()), 0.0
+    steady = sum(alone.values())
     pair = forward + backward
-    if job.overlap != "none" and moe:
+    if job.overlap not in ("none", *WITHIN) and moe:
         busy, slowed = pair_seconds(job, listed, sent, c)
         steady = busy + sum(f + b for f, b in beside.values())
         pair = min(pair, _join(steady, sum(host.values()), c) + stall)
@@ -172,6 +184,38 @@ def place_pairs(
     job: Job, listed: list[Kernel], sent: dict[str, float], c: Constants, layers: int
 ) -> tuple[list[Placed], float]:
     """(so many layers' forward beside as many backward, placed on their lanes; seconds by which one is slowed)."""
+    blocks, hidden, lane, slowed = _beside_each_other(job, listed, sent, c)
+    ops = [op for i in range(layers) for op in pair_ops(i, blocks, hidden, lane, job)]
+    return schedule.run(ops), slowed
+
+
+def place_within(
+    job: Job, listed: list[Kernel], sent: dict[str, float], c: Constants
+) -> tuple[list[Placed], dict[str, float], float]:
+    """(a layer's forward and then its backward, placed on their lanes; seconds of each with what stays exposed whatever
+    the schedule finds; seconds by which kernels are slowed)."""
+    blocks, hidden, lane, slowed = _beside_each_other(job, listed, sent, c)
+
+    def of(*names: str) -> float:
+        return sum(blocks.get(name, 0.0) for name in names)
+
+    placed, seconds, now = [], {}, 0.0
+    for side, ops, names in (
+        ("forward", forward_ops(job, of, hidden, lane), ("dispatch", "combine")),
+        ("backward", backward_ops(job, of, hidden, lane), ("combine backward", "dispatch backward")),
+    ):
+        one = schedule.run(ops)
+        placed += [Placed(p.name, p.lane, p.start + now, p.end + now) for p in one]
+        now += schedule.makespan(one)
+        seconds[side] = schedule.makespan(one) + miss(job, c) * sum(sent[name] for name in names)
+    return placed, seconds, slowed
+
+
+def _beside_each_other(
+    job: Job, listed: list[Kernel], sent: dict[str, float], c: Constants
+) -> tuple[dict[str, float], dict[str, float], Lane, float]:
+    """(seconds of kernels by block and phase, of transfers by name, their lane, by how much kernels are slowed), when
+    they run at the same time."""
     lane: Lane = "network" if traffic.nodes_of_ep(job) > 1 else "nvlink"
     blocks = _sum((f"{k.block} {k.phase}", k.seconds) for k in listed)
     total = sum(blocks.values())
@@ -181,10 +225,7 @@ def place_pairs(
     taken = job.comm_sms / job.hardware.sms
     beside = min(sum(hidden.values()) / total, 1.0)
     stretch = 1.0 + bound * beside * (1 / (1 - taken) - 1)
-    ops = [
-        op for i in range(layers) for op in pair_ops(i, {n: s * stretch for n, s in blocks.items()}, hidden, lane, job)
-    ]
-    return schedule.run(ops), (stretch - 1) * total
+    return {name: s * stretch for name, s in blocks.items()}, hidden, lane, (stretch - 1) * total
 
 
 def pair_ops(i: int, blocks: dict[str, float], hidden: dict[str, float], lane: Lane, job: Job) -> list[Op]:

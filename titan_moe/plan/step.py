@@ -20,6 +20,7 @@ from titan_moe.plan.layer import Kind, layer_kernels, linears
 from titan_moe.plan.overlap import LayerTime
 from titan_moe.plan.profiles import Software
 from titan_moe.plan.schedule import Placed
+from titan_moe.plan.within_layer import WITHIN
 
 KINDS: tuple[Kind, ...] = ("dense", "moe", "mtp")
 LOGIT_BYTES = 24.0
@@ -233,11 +234,13 @@ def _optimizer(job: Job, c: Constants) -> float:
 
 
 def timeline(job: Job, software: Software, c: Constants) -> list[tuple[str, str, float, float]]:
-    """(lane, name, start, end) of one MoE layer's forward and backward: beside each other with overlap, one after the
-    other without."""
+    """(lane, name, start, end) of one MoE layer's forward and backward: beside each other if another
+    microbatch hides transfers, else one after the other."""
     listed = layer_kernels(job, "moe", software, c)
     sent = overlap.transfers(job, software, c)
-    if job.overlap != "none":
+    if job.overlap in WITHIN:
+        middle = overlap.place_within(job, listed, sent, c)[0]
+    elif job.overlap != "none":
         placed, _ = overlap.place_pairs(job, listed, sent, c, 3)
         middle = [p for p in placed if p.name.endswith(" 1")]
     else:
