@@ -10,7 +10,7 @@ opening and closing them can take long.
 
 A run that is started again goes on in the same W&B run, whose id is in its folder (`wandb_run_id`), and in the same
 trackio run, which has the folder's name. Steps that are trained a second time, because the last checkpoint was older
-than the crash, are not shown twice: W&B takes a step only once.
+than the crash, W&B takes once; trackio and TensorBoard show both.
 
 Environment variables, as with torchtitan: WANDB_PROJECT (default titan_moe), WANDB_TEAM, WANDB_RUN_NAME (default: the
 folder's name), WANDB_RUN_ID, WANDB_RUN_NOTES, WANDB_RUN_TAGS, and whatever else W&B knows, such as WANDB_MODE=offline;
