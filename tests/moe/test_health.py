@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.moe.test_balance import Layer
 from tests.moe.test_layer import layers, tokens
+from tests.sync_free import fake_group, sync_free
 from titan_moe.guards import discard
 from titan_moe.moe import health
 from titan_moe.moe.balance import LoadBalancer
@@ -108,6 +109,20 @@ def test_entropy_and_confidence_at_their_ends():
     assert health.decisions(sure).tolist() == pytest.approx([0.0, 2.0])
     assert health.decisions(even * 1e-30).tolist() == pytest.approx([2.0, 0.25], rel=1e-5)
     assert health.decisions(torch.zeros(1, 1, 8)).isfinite().all(), "a router whose scores all underflowed"
+
+
+def test_a_step_that_is_not_logged_does_not_wait_for_the_device():
+    with fake_group(2) as group, sync_free():
+        layer = Layer(8)
+        layer.tokens_per_expert_E, layer.expert_bias_E = (
+            torch.zeros(8, dtype=dtype, device="cuda") for dtype in (torch.int64, torch.float32)
+        )
+        layer.forget = lambda: torch.zeros((), device="cuda")
+        balancer = LoadBalancer({"layers.1": layer}, [group])
+        for _ in range(2):
+            layer.decisions_2 = health.decisions(torch.rand(1, 16, 8, device="cuda"))
+            balancer.step(kwargs={"skip": torch.zeros((), device="cuda")})
+        assert balancer.health.sums_N3.shape == (1, 3) and balancer.health.sums_N3.device.type == "cuda"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ def decisions(scores_BLE: Tensor) -> Tensor:
     total_BL = scores_BLE.sum(-1).clamp(min=torch.finfo(scores_BLE.dtype).tiny)
     entropy_BL = torch.special.entr(scores_BLE).sum(-1) / total_BL + total_BL.log()  # of s / S, without a tensor of it
     share_BL = scores_BLE.amax(-1) / total_BL
-    sums_2 = torch.stack([entropy_BL.sum(dtype=torch.float64), share_BL.sum(dtype=torch.float64)])
-    return sums_2 * sums_2.new_tensor([1 / math.log(max(scores_BLE.shape[-1], 2)), 1.0])
+    most = math.log(max(scores_BLE.shape[-1], 2))
+    return torch.stack([entropy_BL.sum(dtype=torch.float64) / most, share_BL.sum(dtype=torch.float64)])
 
 
 @cache
