@@ -252,9 +252,10 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
             grad_norm=float(grad_norm),
             lr=lr,
             **means,
-            **run.optimizers.balancer.statistics(),
+            **run.optimizers.balancer.health.statistics(run.progress.step / config.training.steps),
             **run.dataloader.statistics(batch_mesh, run.device),
             skipped_steps=run.guard.skipped,
+            overflow_replays=run.replay.repeats,
             tokens_seen=run.progress.tokens_seen,
             validation_loss=validation_loss,
         )

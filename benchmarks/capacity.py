@@ -110,8 +110,7 @@ class Variant:
 
     def measured(self) -> dict[str, float]:
         records = list(read_metrics(self.folder).values())
-        drops = [[value for key, value in r.items() if key.startswith("moe_dropped.")] for r in records]
-        shares = [100 * statistics.mean(layers) if layers else 0.0 for layers in drops]
+        shares = [100 * r.get("moe_dropped", 0.0) for r in records]
         padded, routed, dropped = (sum(t.sum().item() for t in tensors) for tensors in zip(*self.rows))
         return {
             "loss": statistics.mean(r["loss"] for r in records[-TAIL:]),

@@ -215,7 +215,10 @@ def test_override_forms(file: Any, words: list[str], path: str, value: object) -
         (["--job.config_file=other.toml"], "2 configuration files"),
         (["--help"], "--help: unknown key help"),
         (["--compile.components=loss,x"], "--compile.components=loss,x: compile.components[1] = 'x': choose from"),
-        (["--metrics.enable_wandb=1", "--model.converters=float8"], "--model.converters=float8: model.converters ="),
+        (
+            ["--metrics.save_for_all_ranks=1", "--model.converters=float8"],
+            "--model.converters=float8: model.converters =",
+        ),
     ],
 )
 def test_wrong_overrides(file: Any, words: list[str], expected: str) -> None:
@@ -385,14 +388,14 @@ def test_print_config_prints_where_values_come_from(
     """On stdout and nothing else there, status 0, also for a world that does not fit, and nothing is created."""
     monkeypatch.chdir(tmp_path)
     Path("mine \n.toml").write_text("base = 'root.toml'\n[job]\ndescription = 'größer 模型'\n")
-    Path("root.toml").write_text("[training]\nsteps = 5\n[metrics]\nenable_wandb = true\n")
+    Path("root.toml").write_text("[training]\nsteps = 5\n[metrics]\nsave_for_all_ranks = true\n")
     argv = ["mine \n.toml", "--print_config", "--parallelism.expert_parallel_degree=64"]
     before = sorted(Path().iterdir())
     assert launch.main(argv, {"NGPU": "three"}) == 0
     out, err = capfd.readouterr()
     assert "\nsteps = 5  # root.toml:2\n" in out and "\nexpert_parallel_degree = 64  # command line\n" in out
     assert '\ndescription = "größer 模型"  # mine \\n.toml:3\n' in out and "\nseq_len = 2048\n" in out
-    assert err.startswith("note: root.toml:4: metrics.enable_wandb = True is ignored: ")
+    assert err.startswith("note: root.toml:4: metrics.save_for_all_ranks = True is ignored: ")
     assert sorted(Path().iterdir()) == before
     Path("printed.toml").write_text(out, encoding="utf-8")
     assert load(["printed.toml"]) == load([argv[0], argv[2]])

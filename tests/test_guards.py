@@ -248,7 +248,7 @@ def layer() -> SimpleNamespace:
     routed = SimpleNamespace(dropped=None)
     return SimpleNamespace(
         tokens_per_expert_E=counts_E, expert_bias_E=torch.zeros(4), load_balance_coeff=0.1, routed_experts=routed,
-        forget=forget,
+        forget=forget, decisions_2=None,
     )  # fmt: skip
 
 

@@ -33,10 +33,11 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def make(folder, attempt=1, flops_per_token=10**9, tensorboard=False) -> Metrics:
+def make(folder, attempt=1, flops_per_token=10**9, tensorboard=False, wandb=False, trackio=False) -> Metrics:
     config = Config()
     config.training.steps = 50
     config.metrics.enable_tensorboard = tensorboard
+    config.metrics.enable_wandb, config.metrics.enable_trackio = wandb, trackio
     config.metrics.disable_color_printing = True
     return Metrics(config, folder, attempt, flops_per_token, writes=True)
 

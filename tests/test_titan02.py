@@ -195,12 +195,11 @@ def test_a_value_of_another_type_does_not_pass_for_a_harmless_one(tmp_path: Path
 
 
 def test_the_command_line_of_0_2(tmp_path: Path) -> None:
-    words = (
-        "--metrics.enable_wandb --model.converters=[] --profiling.no_enable_profiling --debug.moe_force_load_balance"
-    )
+    words = "--metrics.save_for_all_ranks --model.converters=[] --profiling.no_enable_profiling "
+    words += "--debug.moe_force_load_balance"
     loaded = read(tmp_path, "", *words.split())
     assert loaded.problems == [] and loaded.config.moe.force_balance == "round_robin"
-    assert told(loaded.notes)[0].startswith("metrics.enable_wandb = True is ignored: ")
+    assert told(loaded.notes)[0].startswith("metrics.save_for_all_ranks = True is ignored: ")
     (problem,) = read(tmp_path, "", "--model.converters=float8,mx").problems
     assert problem.startswith("command line: --model.converters=float8,mx: model.converters = ")
 

@@ -491,6 +491,12 @@ class Metrics:
     save_tb_folder: str = "tb"
     """Folder of the TensorBoard events inside the run folder"""
 
+    enable_wandb: bool = False
+    """Send metrics to Weights & Biases; WANDB_PROJECT and the like say where to. A failure never stops training"""
+
+    enable_trackio: bool = False
+    """Send metrics to trackio; TRACKIO_PROJECT and the like say where to. A failure never stops training"""
+
     disable_color_printing: bool = False
     """Console lines without colour"""
 

@@ -1,9 +1,9 @@
-"""What a run says about itself: the console line, TensorBoard, and metrics.jsonl in the run folder.
+"""What a run says about itself: the console line, metrics.jsonl in the run folder, and dashboards (trackers.py).
 
 The console line is torchtitan's byte for byte up to `mfu`, so that its parsers keep working; ours follows after it.
-TensorBoard has torchtitan's tags. metrics.jsonl has one object per logged step in full precision; a run that is started
+Dashboards get torchtitan's tags. metrics.jsonl has one object per logged step in full precision; a run that is started
 again appends to it with a higher `attempt`, and a reader keeps the last line of a step (`read_metrics`). A number that
-is not finite, of a step that the guard skipped, is null there, and not in TensorBoard.
+is not finite, of a step that the guard skipped, is null there, and left out of dashboards.
 
 Only rank 0 writes. Units: tokens and seconds of one rank; tps is tokens per second per device.
 """
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from titan_moe.runtime import DeviceMemory
 
@@ -22,6 +22,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor
 
 from titan_moe.config import Config
+from titan_moe.trackers import Guarded, JsonLines, dashboards
 
 
 class Metrics:
@@ -38,14 +39,8 @@ class Metrics:
         self.precision, self.peak_flops = self.memory.precision(config), self.memory.peak_flops(config)
         self.color = NoColor() if config.metrics.disable_color_printing else Color()
         self.started = time.perf_counter()
-        self.file: IO[str] | None = None
-        self.tensorboard = None
-        if writes:
-            self.file = _open_for_append(run_folder / "metrics.jsonl")
-            if config.metrics.enable_tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.tensorboard = SummaryWriter(str(run_folder / config.metrics.save_tb_folder))
+        self.file = JsonLines(run_folder / "metrics.jsonl") if writes else None
+        self.dashboards: list[Guarded] = dashboards(config, run_folder) if writes else []
         self._restart_interval()
 
     def _restart_interval(self) -> None:
@@ -81,10 +76,10 @@ class Metrics:
         lr: float,
         tokens_seen: int,
         validation_loss: float | None = None,
-        **more: float,
+        **more: Any,
     ) -> None:
         """Write the line of `step`. `more`: further quantities of the caller, by name, into metrics.jsonl and
-        TensorBoard."""
+        dashboards: numbers, and the experts' loads as lists."""
         seconds = time.perf_counter() - self.interval_started - self.other_seconds
         tps = self.tokens / seconds
         tflops = self.flops_per_token * tps / 1e12
@@ -111,10 +106,10 @@ class Metrics:
                 **more,
             }
             known = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
-            self.file.write(json.dumps(known, allow_nan=False) + "\n")
-            self.file.flush()
-            if self.tensorboard is not None:
-                self._write_tensorboard(known, memory, data_percent)
+            self.file.log(step, known)
+            tags = self._tags(known, memory)
+            for dashboard in self.dashboards:
+                dashboard.log(step, tags)
             self._print(record, memory, seconds)
         self.memory.reset()
         self._restart_interval()
@@ -138,8 +133,8 @@ class Metrics:
         if "validation_loss" in record:
             logger.info(f"{c.yellow}validate step: {step:2}  {c.green}loss: {record['validation_loss']:7.4f}{c.reset}")
 
-    def _write_tensorboard(self, record: dict[str, Any], memory: dict[str, float], data_percent: float) -> None:
-        assert self.tensorboard is not None
+    def _tags(self, record: dict[str, Any], memory: dict[str, float]) -> dict[str, Any]:
+        """The record under the names that torchtitan gives to dashboards, where it has one."""
         tags = {
             "loss_metrics/global_avg_loss": record["loss"],
             "loss_metrics/global_max_loss": record["max_loss"],
@@ -149,30 +144,26 @@ class Metrics:
             "mfu(%)": record["mfu"],
             "time_metrics/end_to_end(s)": record["step_s"],
             "time_metrics/data_loading(s)": self.data_seconds / self.steps,
-            "time_metrics/data_loading(%)": data_percent,
+            "time_metrics/data_loading(%)": record["data_percent"],
             **memory,
             "n_tokens_seen": record["tokens_seen"],
             "lr": record["lr"],
             "validation_metrics/loss": record.get("validation_loss"),
         }
         known = {"step", "attempt", "loss", "time_s", "memory_gib", "data_percent", "step_s", "validation_loss"}
-        tags |= {key: value for key, value in record.items() if key not in known and key not in tags}
-        for tag, value in tags.items():
-            if value is not None:
-                self.tensorboard.add_scalar(tag, value, record["step"])
+        return tags | {key: value for key, value in record.items() if key not in known and key not in tags}
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
+        for dashboard in self.dashboards:
+            dashboard.close()
 
 
 def _balance(record: dict[str, Any]) -> str:
     """Load of the heaviest expert over the mean, of the worst layer, and the share of copies dropped, if any were."""
     found = "" if "moe_max/mean" not in record else f"moe_max/mean: {record['moe_max/mean']:.2f}  "
-    dropped = [share for key, share in record.items() if key.startswith("moe_dropped.")]
-    return found + (f"moe_dropped: {100 * sum(dropped) / len(dropped):.1f}%  " if dropped else "")
+    return found + (f"moe_dropped: {100 * record['moe_dropped']:.1f}%  " if "moe_dropped" in record else "")
 
 
 def _skipped(record: dict[str, Any]) -> str:
@@ -184,14 +175,6 @@ def _duration(seconds: int) -> str:
     hours, rest = divmod(seconds, 3600)
     minutes, seconds = divmod(rest, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
-
-
-def _open_for_append(path: Path) -> IO[str]:
-    """Open for appending whole lines: a killed attempt may have left half a line, which gets its newline here."""
-    if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
-        with path.open("ab") as file:
-            file.write(b"\n")
-    return path.open("a")
 
 
 def read_metrics(run_folder: Path | str) -> dict[int, dict[str, Any]]:

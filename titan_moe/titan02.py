@@ -70,7 +70,8 @@ _SAME = """
     checkpoint.initial_load_model_only checkpoint.last_save_model_only checkpoint.export_dtype checkpoint.async_mode
     checkpoint.keep_latest_k checkpoint.load_step checkpoint.create_seed_checkpoint checkpoint.load_only
     compile.enable compile.components compile.backend
-    metrics.log_freq metrics.enable_tensorboard metrics.disable_color_printing metrics.save_tb_folder
+    metrics.log_freq metrics.enable_tensorboard metrics.enable_wandb metrics.disable_color_printing
+    metrics.save_tb_folder
     comm.init_timeout_seconds comm.train_timeout_seconds comm.trace_buf_size comm.mode
     validation.enable validation.freq debug.seed debug.deterministic
 """
@@ -115,7 +116,6 @@ CHANGED: dict[str, Change] = {
     "profiling.enable_memory_snapshot": NO_SNAPSHOT,
     "profiling.save_memory_snapshot_folder": Ignored("no memory snapshot is written", ("memory_snapshot",)),
     "metrics.save_for_all_ranks": Ignored("rank 0 writes what was reduced over all ranks", (False,)),
-    "metrics.enable_wandb": Ignored("nothing is sent to W&B; TensorBoard events and metrics.jsonl are local", (False,)),
     # model
     "model.flavor": Differs(
         "is another model here than in torchtitan 0.2: the 671B model in small, which a laptop trains in a minute",

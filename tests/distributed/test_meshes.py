@@ -216,10 +216,46 @@ def test_load_and_losses_are_of_all_ranks(outcome):
     """The same load, and the same auxiliary losses, whatever the mesh, accumulation and recompute."""
     one, two = outcome(1, "one_rank_losses").metrics, outcome(2, "fsdp2_ep2_losses").metrics
     for step, record in one.items():
-        keys = [key for key in record if key.startswith("moe_")]
-        assert {"moe_max/mean", "moe_max/mean.layers.1", "moe_aux_loss"} <= set(keys)
-        assert [two[step][key] for key in keys] == pytest.approx([record[key] for key in keys], rel=1e-5)
+        keys = {key for key in record if key.startswith("moe_")}
+        assert keys >= {"moe_max/mean", "moe_load.layers.1", "moe_max/mean.layers.1", "moe_aux_loss"}
+        assert {key: two[step][key] for key in keys} == {key: pytest.approx(record[key], rel=1e-5) for key in keys}
     assert outcome(1, "one_rank_losses").losses != outcome(1, "one_rank").losses
+
+
+RECOUNTED = {
+    1: ["one_rank", "one_rank_whole_batch", "one_rank_mtp", "one_rank_drops"],
+    2: ["fsdp2_ep2", "fsdp2_ep2_full", "fsdp2_ep2_mtp_full", "fsdp2_ep2_losses_factor", "tp2", "tp2_ep2_losses", "cp2"],
+    4: ["hsdp2x2_ep2", "tp2_cp2_ep4", "pp2_cp2_ep2", "pp2_cp2_ep2_factor"],
+}
+RECOUNTED[2] += [f"pp2_{schedule}" for schedule in PIPELINES]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in RECOUNTED.items() for name in names])
+def test_loads_equal_a_recount_of_the_routers_ids(outcome, ranks, name):
+    """Of step 1, all ranks and microbatches, as the routers chose: whatever the mesh, accumulation, recompute, replays,
+    schedules that run stages on nothing, dropped copies, and multi-token prediction's layers."""
+    found = outcome(ranks, name)
+    record = found.metrics[1]
+    layers = sorted(key.removeprefix("moe_load.") for key in record if key.startswith("moe_load."))
+    assert len(layers) == len(found.step1["routing"]) == (3 if "mtp" in name else 2)
+    violations = []
+    for layer, ids_SLK in zip(layers, found.step1["routing"]):
+        load = ids_SLK.flatten().bincount(minlength=8).tolist()
+        mean = sum(load) / len(load)
+        violations.append((max(load) - mean) / mean)
+        assert record[f"moe_load.{layer}"] == load and sum(load) == ids_SLK.numel()
+        assert record[f"moe_maxvio.{layer}"] == pytest.approx(violations[-1], rel=1e-12)
+        assert record[f"moe_dead.{layer}"] == load.count(0)
+    assert record["moe_maxvio"] == pytest.approx(max(violations), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["fsdp2_ep2_full", "tp2", "cp2", "pp2_1F1B", "pp2_ZBVZeroBubble"])
+def test_every_rank_and_microbatch_enters_a_layer_s_numbers(outcome, name):
+    """At step 1, where weights are the same: those of one rank."""
+    one, other = outcome(1, "one_rank").metrics[1], outcome(2, name).metrics[1]
+    keys = {key for key in one if key.startswith("moe_")}
+    assert keys >= {"moe_entropy.layers.1", "moe_confidence.layers.2", "moe_bias_min", "moe_maxvio_floor"}
+    assert {key: other[key] for key in keys} == {key: pytest.approx(one[key], rel=1e-5) for key in keys}
 
 
 def test_drops_are_reported(outcome):

@@ -30,6 +30,8 @@ def test_an_overflow_on_one_rank_in_one_layer_is_replayed_once_by_all(outcome):
     for rank in outcome(2, "overflow").passes:
         assert rank["training"] == {"1": 1, "2": 2, "3": 1, "4": 1, "5": 1} and rank["validation"] == 2
         assert rank["factors"] == pytest.approx([1.4 * 1.5 * 1.5] * 3)
+    told = [record["overflow_replays"] for record in outcome(2, "overflow").metrics.values()]
+    assert told == [0, 1, 1, 1, 2]
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(2, "fsdp2_ep2_losses_factor"), (4, "pp2_cp2_ep2_factor")])

@@ -1,4 +1,4 @@
-"""Balancing the experts: the bias, the auxiliary losses, forced routing for benchmarks, and load statistics.
+"""Balancing the experts: the bias, the auxiliary losses, and forced routing for benchmarks.
 
 The bias (auxiliary-loss-free balancing, arXiv 2408.15664): before each optimizer step b_e += u sign(mean - c_e), where
 c_e is how many tokens of the step, over all ranks and microbatches, the router sent to expert e. b is added to the
@@ -31,8 +31,9 @@ import titan_moe.runtime  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
+
+from titan_moe.moe.health import Health, local
 
 if TYPE_CHECKING:
     from titan_moe.moe.layer import FusedMoE
@@ -132,7 +133,7 @@ def balanced_random_ids(tokens: int, top_k: int, num_experts: int, groups: int, 
 
 
 class LoadBalancer:
-    """Moves the biases of all MoE layers, multi-token prediction's included, and keeps the last step's statistics.
+    """Moves the biases of all MoE layers, multi-token prediction's included, and hands the step's numbers to `health`.
 
     One instance per run; `step` is the optimizer's pre-step hook. All ranks must call it.
 
@@ -150,11 +151,8 @@ class LoadBalancer:
         pp_group: dist.ProcessGroup | None = None,
         centred: bool = False,
     ) -> None:
-        self.layers, self.groups, self.pp_group, self.centred = layers, groups, pp_group, centred
-        # Of the last step, by layer: load and drops over all ranks, auxiliary losses of this one.
-        self.load_NE: Tensor | None = None
-        self.dropped_N: Tensor | None = None
-        self.losses_N: Tensor | None = None
+        self.layers, self.groups, self.centred = layers, groups, centred
+        self.health = Health(layers, groups, pp_group)
 
     @torch.no_grad()
     def step(self, optimizer: Any = None, args: tuple = (), kwargs: dict[str, Any] | None = None) -> None:
@@ -163,58 +161,25 @@ class LoadBalancer:
             return
         skip = (kwargs or {}).get("skip")
         layers = self.layers.values()
-        counts = torch.stack([_local(moe.tokens_per_expert_E) for moe in layers])
+        counts = torch.stack([local(moe.tokens_per_expert_E) for moe in layers])
         zero = counts.new_zeros(())
         dropped = torch.stack([zero if (d := moe.routed_experts.dropped) is None else d for moe in layers])
         counts = torch.cat([counts, dropped[:, None]], dim=1)
         for group in self.groups:
             dist.all_reduce(counts, group=group)
-        self.load_NE, self.dropped_N = counts[:, :-1], counts[:, -1]
-        for moe, load_E in zip(layers, self.load_NE):
+        load_NE, dropped_N = counts[:, :-1], counts[:, -1]
+        for moe, load_E in zip(layers, load_NE):
             if moe.load_balance_coeff is not None and moe.expert_bias_E is not None:
                 # In whole numbers: E c < sum(c) is exact where a float mean of large counts is not.
                 sign_E = torch.sign(load_E.sum() - load_E * load_E.numel()).float()
                 delta_E = moe.load_balance_coeff * (sign_E - sign_E.mean() if self.centred else sign_E)
                 if skip is not None:
                     delta_E = torch.where(skip.bool(), 0, delta_E)
-                _local(moe.expert_bias_E).add_(delta_E)  # in place: the checkpoint holds this very tensor
-        self.losses_N = self.discard()
+                local(moe.expert_bias_E).add_(delta_E)  # in place: the checkpoint holds this very tensor
+        none_2 = torch.zeros(2, dtype=torch.float64, device=counts.device)
+        decisions_N2 = torch.stack([none_2 if moe.decisions_2 is None else moe.decisions_2 for moe in layers])
+        self.health.observe(load_NE, dropped_N, torch.cat([self.discard()[:, None], decisions_N2], dim=1), skip)
 
     def discard(self) -> Tensor:
         """Forget what was collected since the last step. Returns this rank's auxiliary losses, by layer."""
         return torch.stack([moe.forget() for moe in self.layers.values()])
-
-    def statistics(self) -> dict[str, float]:
-        """The last step's load, by layer and worst: heaviest over mean expert; share of copies dropped; auxiliary loss.
-        All ranks must call it."""
-        layers = self._layer_statistics()
-        if self.pp_group is not None:
-            stages: list[Any] = [None] * self.pp_group.size()
-            dist.all_gather_object(stages, layers, group=self.pp_group)
-            layers = {name: values for stage in stages for name, values in stage.items()}
-        if not layers:
-            return {}
-        found = {"moe_max/mean": max(ratio for ratio, _, _ in layers.values())}
-        found |= {f"moe_max/mean.{name}": ratio for name, (ratio, _, _) in layers.items()}
-        if any(share for _, share, _ in layers.values()):
-            found |= {f"moe_dropped.{name}": share for name, (_, share, _) in layers.items()}
-        if any(loss for _, _, loss in layers.values()):
-            found["moe_aux_loss"] = sum(loss for _, _, loss in layers.values())
-        return found
-
-    def _layer_statistics(self) -> dict[str, tuple[float, float, float]]:
-        """{layer: (heaviest over mean expert, share of copies dropped, auxiliary loss)} of this rank's stages."""
-        if self.load_NE is None or self.dropped_N is None or self.losses_N is None:
-            return {}
-        for group in self.groups:
-            dist.all_reduce(self.losses_N, group=group)
-        load_NE = self.load_NE.double()
-        ratios = (load_NE.amax(1) / load_NE.mean(1).clamp(min=1e-9)).tolist()
-        shares = (self.dropped_N / load_NE.sum(1).clamp(min=1)).tolist()
-        losses = self.losses_N.tolist()
-        self.load_NE = None
-        return dict(zip(self.layers, zip(ratios, shares, losses)))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

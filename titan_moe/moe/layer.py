@@ -36,7 +36,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 
-from titan_moe.moe import balance, quantized_experts
+from titan_moe.moe import balance, health, quantized_experts
 from titan_moe.moe.choices import choose_dispatcher, choose_experts, slab_alignment
 from titan_moe.moe.dispatch import Dispatcher, Plan, make_dispatcher
 from titan_moe.moe.experts import EXPERTS, Source
@@ -223,7 +223,8 @@ class FusedRoutedExperts(RoutedExperts):
 class FusedMoE(MoE):
     """torchtitan's MoE with int64 load counts, taken once per token, and the sequence-wise auxiliary loss.
 
-    `tokens_per_expert_E` and `loss` collect over the microbatches of a step until the balancer takes them.
+    `tokens_per_expert_E`, `decisions_2` (of health.py) and `loss` collect over the microbatches of a step until the
+    balancer takes them.
     """
 
     routed_experts: FusedRoutedExperts
@@ -242,6 +243,7 @@ class FusedMoE(MoE):
         self.overlap_shared = config.overlap_shared
         self.sequence_loss_coeff, self.sequences_per_step = config.sequence_loss_coeff, config.sequences_per_step
         self.loss: Tensor | None = None
+        self.decisions_2: Tensor | None = None
         self.sequence_ranks = balance.WHOLE
         self.register_buffer(
             "tokens_per_expert_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False
@@ -276,6 +278,7 @@ class FusedMoE(MoE):
         if self.training:
             if not recomputing():
                 self.tokens_per_expert_E.add_(counts_E)
+                self.decisions_2 = collect(self.decisions_2, health.decisions(all_scores_BLE))
             if self.sequence_loss_coeff:
                 loss = balance.sequence_loss(all_scores_BLE, ids_BLK, self.sequence_ranks)
                 loss = loss * (self.sequence_loss_coeff / self.sequences_per_step)
@@ -291,9 +294,8 @@ class FusedMoE(MoE):
 
     def forget(self) -> Tensor:
         """Forget what was collected since the last step. Returns this rank's auxiliary losses of it."""
-        counts_E = self.tokens_per_expert_E
-        (counts_E.to_local() if isinstance(counts_E, DTensor) else counts_E).zero_()
-        self.routed_experts.dropped = self.routed_experts.overflow = None
+        health.local(self.tokens_per_expert_E).zero_()
+        self.decisions_2 = self.routed_experts.dropped = self.routed_experts.overflow = None
         return self.take_losses()
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:

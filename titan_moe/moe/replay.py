@@ -45,6 +45,7 @@ class Replay:
         self.configured = self.factor = 1.0 if isinstance(recv_buffer, str) else recv_buffer
         self.device = device
         self.layers = {name: moe for part in model_parts for name, moe in moe_layers(part).items()}
+        self.repeats = 0  # steps and validations that ran again, since the start
         self.names: list[str] = []  # of all ranks' layers whose buffers may overflow; the same list everywhere
         if not isinstance(recv_buffer, str):
             self._find_layers()
@@ -69,6 +70,7 @@ class Replay:
             if not overflowed:
                 return result
             discard()
+            self.repeats += 1
             self._grow(f"{what}: more rows than the receive buffer holds in {', '.join(overflowed)}")
             random_state.turn_back(self.device, before)
         return compute()  # every buffer holds whatever may come
