@@ -54,7 +54,9 @@ def convert(checkpoint: Path, out: Path, dtype: torch.dtype | None, verify: str 
             files = checkpoint_folder.read_manifest(checkpoint).files
             checkpoint_folder.check_sizes(checkpoint, files)
         except (Damaged, ForeignFormat) as damage:
-            raise ValueError(f"The checkpoint {checkpoint} is damaged: {damage}; --verify none takes it anyway") from damage
+            raise ValueError(
+                f"The checkpoint {checkpoint} is damaged: {damage}; --verify none takes it anyway"
+            ) from damage
         if verify == "full":
             logger.info(f"Verifying {len(files)} files of {checkpoint}")
             if problem := checkpoint_folder.check_hashes(checkpoint, files):

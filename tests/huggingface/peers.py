@@ -1,6 +1,7 @@
 """Small models of transformers with random weights, each beside the configuration here that is to be the same model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def peer(shape: str, seed: int = 0) -> nn.Module:
 
 
 def configuration(shape: str, folder: Path | str = "") -> Config:
-    config = Config(model=SHAPES[shape][1])
+    config = Config(model=replace(SHAPES[shape][1]))
     config.training.seq_len, config.training.mixed_precision_param = LENGTH, "float32"
     config.moe.experts = "loop"
     config.checkpoint.enable, config.checkpoint.initial_load_path = True, str(folder)

@@ -7,11 +7,11 @@ from typing import Any
 
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
+from titan_moe.export_check import has_bias
+from titan_moe.flavors import Flavor
 from titan_moe.huggingface import folder as hf_folder
 from titan_moe.huggingface import model_config
-from titan_moe.export_check import has_bias
 from titan_moe.huggingface.folder import CONFIG, ITEM_BYTES, Stored
-from titan_moe.flavors import Flavor
 from titan_moe.huggingface.names import CORRECTION, Weight, weights
 
 SCALE = "_scale_inv"
@@ -78,9 +78,7 @@ def _layer(name: str) -> int:
     return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdecimal() else -1
 
 
-def tensor_problems(
-    flavor: Flavor, bias: bool, stored: Mapping[str, Stored], block: tuple[int, int]
-) -> list[str]:
+def tensor_problems(flavor: Flavor, bias: bool, stored: Mapping[str, Stored], block: tuple[int, int]) -> list[str]:
     """Missing and unexpected names, shapes and types. `bias`: the model's routers have a correction bias."""
     missing, other, wanted = [], [], weights(flavor, bias)
     for weight in wanted:

@@ -14,10 +14,11 @@ is complete.
 import json
 import shutil
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import titan_moe.runtime  # noqa: F401
 
@@ -138,7 +139,9 @@ class Checkpoint:
         entry = self.entries[name]
         values = torch.empty(entry.size, dtype=entry.properties.dtype)
         reader = Reader(self.folder, self.metadata)
-        dcp.load({name: values}, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
+        with warnings.catch_warnings():  # that this is not distributed
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load({name: values}, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
         return values
 
 
@@ -232,7 +235,7 @@ def _write(source: Checkpoint, shard: Shard, path: Path) -> None:
 
 
 def _bytes(values: Tensor) -> memoryview:
-    return memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())
+    return cast(Any, values.contiguous().view(-1).view(torch.uint8).numpy()).data
 
 
 def _write_rest(config: Config, shards: list[Shard], folder: Path) -> None:

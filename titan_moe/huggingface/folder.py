@@ -83,7 +83,9 @@ def _files(folder: Path) -> tuple[dict[str, set[str] | None], list[str]]:
         if (folder / SINGLE).is_file():
             return {SINGLE: None}, []
         there = sorted(path.name for path in folder.glob("*.safetensors"))
-        raise ValueError(f"{folder / INDEX} is missing, so nothing says whether {len(there)} files are all; download it")
+        raise ValueError(
+            f"{folder / INDEX} is missing, so nothing says whether {len(there)} files are all; download it"
+        )
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise ValueError(f"{folder / INDEX} cannot be read: it has no weight_map from tensors to files. Download again")
@@ -122,7 +124,9 @@ def read_header(path: Path) -> dict[str, Stored]:
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is no safetensors file: {error!r}. Download it again") from error
     if bad:
-        raise ValueError(f"{path}: the header gives {bad[0]} another number of bytes than its shape has. Download again")
+        raise ValueError(
+            f"{path}: the header gives {bad[0]} another number of bytes than its shape has. Download again"
+        )
     needed = 8 + length + max(ends, default=0)
     if size != needed:
         what = "is cut short" if size < needed else "is too long"

@@ -108,9 +108,7 @@ def _layer(f: Flavor, ours: str, theirs: str, *, moe: bool, bias: bool) -> Itera
         ("w3_EFD", up, (hidden, width)),
         ("w2_EDF", down, (width, hidden)),
     ):
-        yield Weight(
-            f"{ours}.{EXPERTS}.{name}", f"{block}.experts.{{}}.{other}.weight", sizes, experts=f.num_experts
-        )
+        yield Weight(f"{ours}.{EXPERTS}.{name}", f"{block}.experts.{{}}.{other}.weight", sizes, experts=f.num_experts)
     if f.num_shared_experts:
         shared = Size(f.num_shared_experts * f.moe_hidden_dim, "num_shared_experts x moe_hidden_dim")
         yield from _feed_forward(f"{ours}.moe.shared_experts", f"{block}.shared_experts", width, shared)
