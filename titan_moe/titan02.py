@@ -87,7 +87,8 @@ ONLY_PROFILER = Ignored("only says how torchtitan's profiler works", ("profile_t
 NO_SNAPSHOT = Ignored("no memory snapshot is written; each logged step has the peak memory", (False,))
 NO_FLOAT8 = Ignored("does something only with model.converters, which this trainer has not")
 FROM_HF = Refused(
-    "a Hugging Face folder is known by its files; name it with checkpoint.initial_load_path, and leave this out", (False,)
+    "a Hugging Face folder is known by its files; name it with checkpoint.initial_load_path, and leave this out",
+    (False,),
 )
 FROM_FP8 = Ignored("the folder's config.json says whether its weights are quantized", (False,))
 TO_HF = Differs("the last checkpoint is written as always, and beside it a Hugging Face folder, hf/step-N", (True,))

@@ -1,5 +1,6 @@
-"""What ranks of test_meshes.py do: load, save and export a sharded model; train. Imports no transformers: each rank is a
-fork of a server that has imported this."""
+"""What ranks of test_meshes.py do: load, save and export a sharded model; train.
+
+Imports no transformers: each rank is a fork of a server that has imported this."""
 
 import os
 from collections.abc import Callable

@@ -21,7 +21,9 @@ from transformers import (
 )
 
 from titan_moe.config import Config, Model
+from titan_moe.flavors import Flavor
 from titan_moe.huggingface.load import tensors
+from titan_moe.huggingface.names import weights
 from titan_moe.model import build_model, init_weights
 
 ROWS, LENGTH = 288, 40
@@ -128,3 +130,20 @@ def ids(batch: int = 2) -> tuple[Tensor, Tensor]:
 
 def fingerprint(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value, _ in tensors([model])}
+
+
+def by_our_names(named: dict[str, Tensor], flavor: Flavor) -> dict[str, Tensor]:
+    """transformers' tensors as its models have them, with stacks of experts like ours but gate and up in one, under the
+    names of our checkpoints; without the router's bias."""
+    found = {}
+    for weight in weights(flavor, bias=False):
+        theirs = weight.theirs.replace("block_sparse_moe", "mlp")
+        stack, _, matrix = theirs.partition(".{}.")
+        if not matrix:
+            found[weight.ours] = named[theirs]
+        elif matrix in ("w2.weight", "down_proj.weight"):
+            found[weight.ours] = named[f"{stack}.down_proj"]
+        else:
+            gate, up = named[f"{stack}.gate_up_proj"].chunk(2, dim=1)
+            found[weight.ours] = gate if matrix in ("w1.weight", "gate_proj.weight") else up
+    return found

@@ -34,7 +34,9 @@ def files(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("mesh", [next(iter(MESHES)), *(pytest.param(m, marks=pytest.mark.slow) for m in [*MESHES][1:])])
+@pytest.mark.parametrize(
+    "mesh", [next(iter(MESHES)), *(pytest.param(m, marks=pytest.mark.slow) for m in [*MESHES][1:])]
+)
 def test_ranks_load_and_write_what_one_does(mesh, tmp_path, group):
     peers.peer(SHAPE).save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
     config = peers.configuration(SHAPE, tmp_path / "theirs")

@@ -211,5 +211,3 @@ def test_three_steps_equal_three_steps_of_transformers(tmp_path, group):
         moved = (value - start[name]).norm()
         assert "correction" in name or moved > 0.01 * start[name].norm(), f"{name} did not learn"
         assert (back[name] - value).norm() <= 2e-3 * moved, name
-
-
