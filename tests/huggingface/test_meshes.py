@@ -61,7 +61,7 @@ def test_ranks_load_and_write_what_one_does(mesh, tmp_path, group):
 
 
 def test_a_training_from_a_folder_to_a_folder(tmp_path):
-    """Two steps on EP 2: what it leaves in hf/ is what titan_moe.convert makes of its last checkpoint, and has moved."""
+    """Two steps on EP 2: what it leaves in hf/ is what titan_moe.convert makes of its last checkpoint."""
     peers.peer(SHAPE).save_pretrained(tmp_path / "theirs")
     sizes = [f"--model.{key}={value}" for key, value in peers.OURS_MLA.items()]
     run = tmp_path / "run"

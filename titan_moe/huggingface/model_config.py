@@ -169,7 +169,7 @@ def _rotary_disagreements(content: dict[str, Any], f: Flavor, kind: str) -> Iter
         yield _disagreement("rope_theta", theta, "rope_theta", f.rope_theta)
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling not in ("default", "yarn"):
-        yield f'config.json: rope_scaling of type "{scaling}": this trainer has only "yarn"; its weights cannot be loaded'
+        yield f'config.json: rope_scaling is of type "{scaling}": this trainer has only "yarn"; choose another model'
         return
     factor = rope.get("factor", 1.0) if scaling == "yarn" else 1.0
     if factor != f.rope_factor:
