@@ -20,7 +20,6 @@ import titan_moe.runtime as runtime
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -31,10 +30,12 @@ from torchtitan.tools.utils import GarbageCollection
 from titan_moe import config_file, parallel, random_state, run_folder, startup
 from titan_moe.checkpoint import Progress, build_checkpointer
 from titan_moe.checkpoint import load as load_checkpoint
+from titan_moe.checkpoint_manager import VerifiedCheckpoints
 from titan_moe.config import Config
 from titan_moe.corruption import CorruptionCheck
 from titan_moe.data import PackedDataLoader, build_dataloaders
 from titan_moe.guards import Guard
+from titan_moe.huggingface import export
 from titan_moe.inputs import Batch, Inputs, model_inputs, to_device
 from titan_moe.loss import Loss, build_loss
 from titan_moe.mesh_check import microbatches_per_step
@@ -69,7 +70,7 @@ class Run:
     guard: Guard
     dataloader: PackedDataLoader
     validation_dataloader: PackedDataLoader | None
-    checkpointer: CheckpointManager
+    checkpointer: VerifiedCheckpoints
     metrics: Metrics
     progress: Progress
     stop: Stop
@@ -100,6 +101,7 @@ def build(config: Config) -> Run:
 
     # 4) model on the meta device: shapes only
     model = build_model(config)
+    export.rehearse(config, model)
     total, active = parallel.total_and_active_parameters(model, flavor.top_k, flavor.num_experts)
     terms = flops.per_token(flavor, config.training.seq_len, num_mtp_layers=flavor.num_mtp_layers)
 

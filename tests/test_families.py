@@ -5,16 +5,16 @@ import titan_moe.runtime  # noqa: F401
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torchtitan.models.qwen3 import model_registry
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.huggingface.peers import by_our_names
 from titan_moe.attention import documents
 from titan_moe.config import Config, Model
 from titan_moe.config_check import check, model_flavor
 from titan_moe.flavors import FAMILIES, QWEN3
 from titan_moe.model import build_model, init_weights
-from titan_moe.moe.names import GATE, UP, to_stock_names
+from titan_moe.moe.names import to_stock_names
 from titan_moe.parallel import total_and_active_parameters
 from titan_moe.plan import parameters
 
@@ -35,36 +35,6 @@ PEERS = {
         MixtralConfig(**SIZES, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
     ),
 }
-EXPERTS = "mlp.experts."
-NAMES = {  # transformers' part of a name: ours
-    "model.embed_tokens": "tok_embeddings",
-    "model.": "",
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-    "self_attn.o_proj": "attention.wo",
-    "self_attn.q_proj": "attention.qkv_linear.wq",
-    "self_attn.k_proj": "attention.qkv_linear.wk",
-    "self_attn.v_proj": "attention.qkv_linear.wv",
-    "mlp.gate": "moe.router.gate",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.experts.down_proj": "moe.routed_experts.inner_experts.w2_EDF",
-}
-INNER = "moe.routed_experts.inner_experts."
-
-
-def by_our_names(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' tensors under the names of our state dict."""
-    found = {}
-    for name, tensor in named.items():
-        for theirs, ours in NAMES.items():
-            name = name.replace(theirs, ours)
-        if name.endswith("gate_up_proj"):
-            prefix = name.removesuffix("mlp.experts.gate_up_proj") + INNER
-            found[prefix + GATE], found[prefix + UP] = tensor.chunk(2, dim=1)
-        else:
-            found[name] = tensor
-    return found
 
 
 @pytest.mark.parametrize("family", PEERS)
@@ -82,7 +52,8 @@ def test_losses_and_gradients_equal_transformers(family):
     config.training.mixed_precision_param = "float32"
     ours = build_model(config).to_empty(device="cpu")
     init_weights(ours, seed=0)  # rotary tables
-    ours.load_state_dict(by_our_names(dict(peer.named_parameters())))
+    flavor = model_flavor(config)
+    ours.load_state_dict(by_our_names(dict(peer.named_parameters()), flavor))
     tokens_BL, labels_BL = torch.randint(0, 96, (2, 2, 40)).unbind()
     positions_BL = torch.arange(40).expand(2, 40)
 
@@ -92,7 +63,7 @@ def test_losses_and_gradients_equal_transformers(family):
     for out in (logits, expected):
         F.cross_entropy(out.flatten(0, 1), labels_BL.flatten()).backward()
     got = to_stock_names({name: p.grad for name, p in ours.named_parameters()})
-    theirs = by_our_names({name: p.grad for name, p in peer.named_parameters()})
+    theirs = by_our_names({name: p.grad for name, p in peer.named_parameters()}, flavor)
     assert got.keys() == theirs.keys()
     errors = {name: ((got[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in got}
     assert max(errors.values()) < 1e-4, errors

@@ -59,6 +59,7 @@ def test_sizes_are_those_of_torchtitan(name: str) -> None:
     sizes = sizes_of(model_registry(name).model)
     ours = asdict(FLAVORS[name])
     assert {field: ours.pop(field) for field in sizes} == sizes
+    assert ours.pop("norm_eps") == 1e-6  # DeepSeek's; torchtitan has 1e-5
     assert set(ours) == {"num_mtp_layers", "num_kv_heads", *OF_THE_FAMILY}, "torchtitan's models have none of these"
 
 

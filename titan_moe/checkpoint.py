@@ -7,6 +7,7 @@ which checkpoint_manager makes verify and publish.
 import pickle
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,12 @@ def build_checkpointer(
     lr_schedulers: LRSchedulersContainer,
     dataloader: Stateful,
     states: Mapping[str, Stateful],
-) -> CheckpointManager:
+) -> VerifiedCheckpoints:
     """torchtitan's manager over everything that a resumed run needs: weights, router biases, optimizer, schedule,
     position in the data, and `states`: progress and what else the run keeps, by name."""
+    from titan_moe.huggingface.export import after_last_step
+    from titan_moe.huggingface.load import load as load_hugging_face
+
     c = config.checkpoint
     if c.async_mode == "async_with_pinned_mem" and DEVICE_TYPE == "cpu":
         raise ValueError(
@@ -75,6 +79,8 @@ def build_checkpointer(
         states=dict(states),
         sd_adapter=None,
         base_folder=str(run_folder),
+        import_weights=lambda folder, group: load_hugging_face(folder, config, model_parts, group),
+        export_weights=partial(after_last_step, config) if c.last_save_in_hf else None,
     )
 
 

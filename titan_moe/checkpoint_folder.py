@@ -26,7 +26,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MANIFEST = "manifest.json"
+from titan_moe.huggingface import folder as huggingface
+
+MANIFEST, METADATA = "manifest.json", ".metadata"
 VERSION = 1
 TMP, DELETED, REPLACED = "tmp", "deleted", "replaced"
 
@@ -139,13 +141,26 @@ def steps(folder: Path) -> list[int]:
 
 
 def misnamed(path: Path) -> str | None:
-    """Why this cannot be the folder of a checkpoint, and what to name instead; None if it can."""
+    """Why this cannot be the folder of a checkpoint or of Hugging Face weights, and what to name instead; None if it
+    can."""
     if not path.is_dir():
-        return "is no folder; name a checkpoint's step-N folder"
+        return "is no folder; name a checkpoint's step-N folder, or a Hugging Face folder"
     for place in (path, path / "checkpoint"):
         if found := steps(place):
             return f"is no checkpoint, but holds some; name one of them, such as {step_folder(place, found[0])}"
-    return None
+    if any((path / name).exists() for name in (MANIFEST, METADATA)) or is_hugging_face(path):
+        return None
+    if any(path.glob("*.bin")):
+        return "has weights in pytorch_model*.bin, which may run programs when loaded; take the model in safetensors"
+    return (
+        f"holds neither a checkpoint ({MANIFEST}, {METADATA}) nor Hugging Face weights (config.json, *.safetensors); "
+        "name a folder that does"
+    )
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether the folder was written for Hugging Face's libraries, whole or not."""
+    return not (path / MANIFEST).exists() and huggingface.is_one(path)
 
 
 def publish(checkpoint: Path, step: int, world_size: int, files: Sequence[File]) -> None:

@@ -35,10 +35,9 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titan_moe.checkpoint_folder import TMP, Damaged, File, amount, hidden, publish
+from titan_moe.checkpoint_folder import METADATA, TMP, Damaged, File, amount, hidden, publish
 
 LARGE = 1 << 20  # bytes from which a thread of its own hashes, while the file is written
-METADATA = ".metadata"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Saving

@@ -12,6 +12,7 @@ Everything on disk is in checkpoint_folder, how files are written and read in ch
 
 import errno
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +44,20 @@ class VerifiedCheckpoints(CheckpointManager):
     class Config(CheckpointManager.Config):
         verify: Literal["full", "size", "none"] = "full"
 
-    def __init__(self, config: Config, **components: Any) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        import_weights: Callable[[Path, dist.ProcessGroup], None] | None = None,
+        export_weights: Callable[[Path, int, dist.ProcessGroup], None] | None = None,
+        **components: Any,
+    ) -> None:
+        """`import_weights(folder, group)` reads Hugging Face's, `export_weights(checkpoint, step, group)` writes such a
+        folder from the checkpoint of the last step."""
         super().__init__(config, **components)
         if not self.enable:
             return
+        self.import_weights, self.export_weights = import_weights, export_weights
         self.verify = config.verify
         self.saving = Path()  # the checkpoint that is being written in the background
         # Groups of their own, with torch's limit of 30 minutes: ranks wait here for the one with the slowest disk, or
@@ -69,6 +80,8 @@ class VerifiedCheckpoints(CheckpointManager):
         saved = super()._save(curr_step, last_step)
         if saved and last_step:
             self._purge_stale_checkpoints()  # which torchtitan does for all but the last
+            if self.export_weights is not None:
+                self.export_weights(step_folder(Path(self.folder), curr_step), curr_step, self.agreement)
         return saved
 
     def _all_ranks_done(self, future: Future) -> bool:
@@ -195,6 +208,9 @@ class VerifiedCheckpoints(CheckpointManager):
         if start := self.initial_load_path:
             if problem := runtime.on_rank_0(lambda: checkpoint_folder.misnamed(Path(start))):
                 raise ValueError(f"checkpoint.initial_load_path = {start!r}: {problem}")
+            if self.import_weights and runtime.on_rank_0(lambda: checkpoint_folder.is_hugging_face(Path(start))):
+                self.import_weights(Path(start), self.agreement)
+                return True
             if problem := self._damage(Path(start), None):
                 raise ValueError(f"checkpoint.initial_load_path = {start!r}: {problem}; {UNVERIFIED}")
         return super()._load(-1)

@@ -115,6 +115,9 @@ class Model:
     num_mtp_layers: int | None = None
     """Multi-token prediction layers, each predicting one token further ahead (arXiv 2412.19437, 2.2)"""
 
+    norm_eps: float | None = None
+    """Added to the mean square that a norm divides by"""
+
     num_kv_heads: int | None = None
     """With grouped-query attention: heads of keys and values, which the query heads share"""
 
@@ -451,7 +454,8 @@ class Checkpoint:
     """Whether training goes on while a checkpoint is written; async_with_pinned_mem needs a GPU"""
 
     initial_load_path: str = ""
-    """Checkpoint of another run to start from when the run folder holds none"""
+    """What to start from when the run folder holds no checkpoint: one of another run, or a Hugging Face folder
+    (config.json and safetensors in bfloat16, float16, float32, or FP8 as DeepSeek publishes)"""
 
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path, not optimizer, schedule and data position"""
@@ -460,8 +464,12 @@ class Checkpoint:
     """Leave optimizer, schedule and data position out of the last checkpoint: smaller, but the run cannot be
     extended"""
 
+    last_save_in_hf: bool = False
+    """After the last step, also write the weights as a Hugging Face folder, hf/step-N in the run folder, for
+    transformers; python -m titan_moe.convert does it at any time"""
+
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights in a last checkpoint that holds only them"""
+    """Type of the weights in a last checkpoint that holds only them, and in a Hugging Face folder"""
 
     keep_latest_k: int = 10
     """Checkpoints kept, at least 2; 0: all"""

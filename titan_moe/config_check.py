@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from titan_moe import (
+    export_check,
     flavor_check,
     flavors,
     mesh_check,
@@ -77,7 +78,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
     (
         "must be greater than 0",
         lambda value: value > 0,
-        "model.route_scale moe.capacity_factor optimizer.lr optimizer.eps training.max_norm",
+        "model.route_scale model.norm_eps moe.capacity_factor optimizer.lr optimizer.eps training.max_norm",
     ),
     (
         'must be "exact", "worst_case" or a factor of the mean, at least 1',
@@ -130,6 +131,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += precision_check.check(config, flavor, unsound)
     found += te_precision_check.check(config)
     found += optimizer_check.check(config)
+    found += export_check.check(config, flavor)
     found += _recompute(config, flavor)
     found += _corruption(config)
     found += _lengths(config, flavor.max_seq_len)

@@ -29,7 +29,6 @@ GATHERED_TO_SEQUENCE_PARALLEL: tuple[Any, Any] = (
     dense_activation_placement(tp=spmd.R).per_axis_spmd_types(),
     dense_sequence_parallel_placement().per_axis_spmd_types(),
 )
-MIXTRAL_NORM_EPS = 1e-5
 
 
 class Model(MTPDecoder):
@@ -67,7 +66,10 @@ class Model(MTPDecoder):
 def tree(f: Flavor, seq_len: int) -> Model.Config:
     """The model, its rotary tables for sequences of `seq_len` tokens. `update_from_config`, with which torchtitan sets
     their length, is not called: it wants a whole `Trainer.Config`."""
-    return deepseek_v3_tree(f, seq_len) if f.attention == "mla" else gqa_tree(f, seq_len)
+    found = deepseek_v3_tree(f, seq_len) if f.attention == "mla" else gqa_tree(f, seq_len)
+    for _, norm, *_ in found.traverse(RMSNorm.Config):
+        cast(RMSNorm.Config, norm).eps = f.norm_eps
+    return found
 
 
 def set_sharding(tree: Model.Config, *, enable_ep: bool) -> None:
@@ -140,7 +142,7 @@ def deepseek_v3_tree(f: Flavor, seq_len: int) -> Model.Config:
 
 
 def gqa_tree(f: Flavor, seq_len: int) -> Model.Config:
-    """torchtitan's Qwen3 MoE; Mixtral is the same without the norms on query and key heads, and with another epsilon.
+    """torchtitan's Qwen3 MoE; Mixtral is the same without the norms on query and key heads, and another epsilon.
 
     Mixtral takes the softmax over the chosen logits alone. That is what softmax over all of them, divided by the sum of
     the chosen scores (`route_norm`), comes to.
@@ -162,8 +164,6 @@ def gqa_tree(f: Flavor, seq_len: int) -> Model.Config:
         moe_comm_backend="standard",
         rope=CosSinRoPE.Config(dim=f.qk_rope_head_dim, max_seq_len=seq_len, theta=f.rope_theta),
     )
-    norm = qwen3._qwen3_norm(f.dim)
-    norms = [norm]
     for layer in layers:
         assert layer.moe is not None and isinstance(layer.attention, GQAttention.Config)
         router = layer.moe.router
@@ -172,17 +172,13 @@ def gqa_tree(f: Flavor, seq_len: int) -> Model.Config:
             router.num_expert_groups, router.num_limited_groups = f.num_expert_groups, f.num_limited_groups
         if not f.qk_norm:
             layer.attention.qk_norm = None
-        norms += [layer.attention_norm, layer.ffn_norm]
-    if not f.qk_norm:
-        for each in norms:
-            each.eps = MIXTRAL_NORM_EPS
     return Model.Config(
         vocab_size=f.vocab_size,
         dim=f.dim,
         tok_embeddings=Embedding.Config(
             num_embeddings=f.vocab_size, embedding_dim=f.dim, param_init=qwen3._EMBEDDING_INIT
         ),
-        norm=norm,
+        norm=qwen3._qwen3_norm(f.dim),
         lm_head=Linear.Config(in_features=f.dim, out_features=f.vocab_size, param_init=qwen3._LINEAR_INIT),
         layers=layers,
     )

@@ -53,6 +53,7 @@ class Flavor:
     max_seq_len: int = 16384
     original_seq_len: int = 4096
     num_mtp_layers: int = 0
+    norm_eps: float = 1e-5  # torchtitan's for DeepSeek-V3; DeepSeek's own models have 1e-6
     attention: Attention = "mla"
     num_kv_heads: int = 0  # of GQA; MLA expands its compressed keys and values to one per query head
     qk_norm: bool = False  # of GQA
@@ -105,6 +106,7 @@ FLAVORS: dict[str, Flavor] = {
         route_norm=False,
         route_scale=1.0,
         mscale=0.70,
+        norm_eps=1e-6,
     ),
     "236B": Flavor(
         vocab_size=102400,
@@ -128,6 +130,7 @@ FLAVORS: dict[str, Flavor] = {
         route_norm=False,
         route_scale=16.0,
         mscale=1.0,
+        norm_eps=1e-6,
     ),
     "671B": Flavor(
         vocab_size=129280,
@@ -151,11 +154,12 @@ FLAVORS: dict[str, Flavor] = {
         route_norm=True,
         route_scale=2.5,
         mscale=1.0,
+        norm_eps=1e-6,
     ),
 }
 
 
-def _gqa(*, head_dim: int, qk_norm: bool, max_seq_len: int, rope_theta: float = 1e6, **sizes: int) -> Flavor:
+def _gqa(*, head_dim: int, qk_norm: bool, max_seq_len: int, **sizes: int) -> Flavor:
     """A model of MoE layers only, with grouped-query attention (rotary over the whole head) and softmax routing."""
     no_mla = {"q_lora_rank": 0, "kv_lora_rank": 0, "qk_nope_head_dim": 0}
     no_dense = {"n_dense_layers": 0, "dense_hidden_dim": 0, "num_shared_experts": 0}
@@ -163,6 +167,7 @@ def _gqa(*, head_dim: int, qk_norm: bool, max_seq_len: int, rope_theta: float = 
         **{**no_mla, **no_dense, **sizes},
         attention="gqa",
         qk_norm=qk_norm,
+        norm_eps=1e-6 if qk_norm else 1e-5,
         qk_rope_head_dim=head_dim,
         v_head_dim=head_dim,
         score_func="softmax",
@@ -171,7 +176,7 @@ def _gqa(*, head_dim: int, qk_norm: bool, max_seq_len: int, rope_theta: float = 
         route_norm=True,
         route_scale=1.0,
         mscale=1.0,
-        rope_theta=rope_theta,
+        rope_theta=1e6,
         rope_factor=1.0,
         max_seq_len=max_seq_len,
         original_seq_len=max_seq_len,

@@ -18,6 +18,7 @@ from titan_moe.config import Config
 from titan_moe.config_check import NEEDS_GPU
 from titan_moe.config_file import ConfigError, Loaded
 from titan_moe.config_keys import get
+from titan_moe.huggingface import check as huggingface_check
 from titan_moe.machine_check import refusal, this_machine, warning, without_te
 from titan_moe.preflight import data_problems
 
@@ -121,8 +122,11 @@ def _checkpoints(config: Config, folder: Path) -> list[str]:
     start, step, found = config.checkpoint.initial_load_path, config.checkpoint.load_step, []
     steps = checkpoint_folder.steps(folder / config.checkpoint.folder)[::-1]
     # A run with checkpoints of its own does not need it any more.
-    if start and not steps and (problem := checkpoint_folder.misnamed(Path(start))):
-        found.append(f"checkpoint.initial_load_path = {start!r}: {problem}")
+    if start and not steps:
+        if problem := checkpoint_folder.misnamed(Path(start)):
+            found.append(f"checkpoint.initial_load_path = {start!r}: {problem}")
+        elif checkpoint_folder.is_hugging_face(Path(start)):
+            found += huggingface_check.problems(config, Path(start))
     if step >= 0 and step not in steps:
         found.append(f"checkpoint.load_step = {step}: {folder} has steps {steps}; choose one, or -1 for the newest")
     elif step >= 0 and (newer := [there for there in steps if there > step]):

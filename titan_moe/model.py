@@ -146,7 +146,7 @@ def init_weights(model: MTPDecoder, seed: int) -> None:
 
 def _init_w13(w13_EF2D: torch.Tensor, *, halves: list[partial]) -> None:
     """Gate and up of the fused parameter, each as the weight that it is in torchtitan and in checkpoints."""
-    local_EF2D, (*offset_EF, _, offset_D) = _local_slice(w13_EF2D)
+    local_EF2D, (*offset_EF, _, offset_D) = local_slice(w13_EF2D)
     _, hidden, _, width = w13_EF2D.shape
     for init, half in zip(halves, split_w13(local_EF2D).values()):
         _draw(half, (*offset_EF, offset_D), (hidden, width), **init.keywords)
@@ -157,7 +157,8 @@ def _init_slice(param: torch.Tensor, *, initializer: Callable, seed: int, name: 
     if initializer in (nn.init.zeros_, nn.init.ones_):
         initializer(param)
         return
-    _draw(*_local_slice(param), param.shape[-2:], initializer=initializer, seed=seed, name=name)
+    assert 2 <= param.ndim <= 3, f"{tuple(param.shape)}: no rule for a random parameter of {param.ndim} dimensions"
+    _draw(*local_slice(param), param.shape[-2:], initializer=initializer, seed=seed, name=name)
 
 
 def _draw(
@@ -191,11 +192,10 @@ def _draw(
             local_RC[lo - row_offset : hi - row_offset].copy_(drawn[lo - start : hi - start, columns])
 
 
-def _local_slice(param: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+def local_slice(param: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """This rank's part of `param` as a plain tensor, and where it begins in the whole along each dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    assert 2 <= param.ndim <= 4, f"{tuple(param.shape)}: no rule for a random parameter of {param.ndim} dimensions"
     if not isinstance(param, DTensor):
         return param, (0,) * param.ndim
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)

@@ -16,17 +16,17 @@ import titan_moe.runtime as runtime
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.tools.logging import logger
 
 from titan_moe import stop_file
+from titan_moe.checkpoint_manager import VerifiedCheckpoints
 from titan_moe.config import Config
 
 
 class Stop:
     """One per run. All ranks of the job must make it, and call its methods, together."""
 
-    def __init__(self, config: Config, folder: Path, device: torch.device, checkpointer: CheckpointManager) -> None:
+    def __init__(self, config: Config, folder: Path, device: torch.device, checkpointer: VerifiedCheckpoints) -> None:
         self.folder, self.device, self.checkpointer = folder, device, checkpointer
         self.saves = config.checkpoint.enable and not config.checkpoint.load_only
         self.done = False
@@ -65,7 +65,7 @@ class Stop:
             self.checkpointer.save(step, last_step=last)
             return
         if self.saves:
-            self.checkpointer.last_save_model_only = False
+            self.checkpointer.last_save_model_only, self.checkpointer.export_weights = False, None
             self.checkpointer.save(step, last_step=True)
             self.checkpointer.maybe_wait_for_saving()
         if dist.get_rank() == 0:

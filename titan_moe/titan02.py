@@ -87,7 +87,12 @@ NO_PROFILER = Ignored("this trainer starts no profiler; metrics.jsonl has the ti
 ONLY_PROFILER = Ignored("only says how torchtitan's profiler works", ("profile_trace", "profile_traces", 10, 1, 3))
 NO_SNAPSHOT = Ignored("no memory snapshot is written; each logged step has the peak memory", (False,))
 NO_FLOAT8 = Ignored("does something only with model.converters, which this trainer has not")
-NO_HF = Refused("Hugging Face weights are neither read nor written; start from a checkpoint of this trainer", (False,))
+FROM_HF = Refused(
+    "a Hugging Face folder is known by its files; name it with checkpoint.initial_load_path, and leave this out",
+    (False,),
+)
+FROM_FP8 = Ignored("the folder's config.json says whether its weights are quantized", (False,))
+TO_HF = Differs("the last checkpoint is written as always, and beside it a Hugging Face folder, hf/step-N", (True,))
 OWN_MODULE = Refused("user modules are not imported; edit train.py or titan_moe/ instead", ("",))
 NO_FAULT_TOLERANCE = Refused("torchft is not supported; MAX_RESTARTS of run_train.sh restarts a failed job", (False,))
 BY_OPERATION = Ignored('"selective" always chooses by operation, and as torchtitan 0.3 does', ("op", True, False))
@@ -165,9 +170,9 @@ CHANGED: dict[str, Change] = {
     # checkpoint
     "checkpoint.enable_checkpoint": Renamed("checkpoint.enable"),
     "checkpoint.last_save_model_weights_only": Renamed("checkpoint.last_save_model_only"),
-    "checkpoint.initial_load_in_hf": NO_HF,
-    "checkpoint.initial_load_in_hf_quantized": NO_HF,
-    "checkpoint.last_save_in_hf": NO_HF,
+    "checkpoint.initial_load_in_hf": FROM_HF,
+    "checkpoint.initial_load_in_hf_quantized": FROM_FP8,
+    "checkpoint.last_save_in_hf": TO_HF,
     "checkpoint.exclude_from_loading": Refused(
         "a checkpoint is loaded whole, or with checkpoint.initial_load_model_only its weights; leave it out", ([],)
     ),

@@ -1,0 +1,67 @@
+"""What ranks of test_meshes.py do: load, save and export a sharded model; train.
+
+Imports no transformers: each rank is a fork of a server that has imported this."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import titan_moe.runtime as runtime
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
+
+import train
+from tests.faults.checkpoint_run import Job
+from titan_moe import parallel
+from titan_moe.config import Config
+from titan_moe.huggingface import export
+from titan_moe.huggingface.load import load
+from titan_moe.model import build_model, init_weights
+from titan_moe.moe.names import to_stock_names
+
+Job.context.set_forkserver_preload([__name__])
+
+
+def on_mesh(tell: Callable[[Any], None], config: Config, out: Path) -> None:
+    """Load into weights that are NaN; leave the whole ones, gathered by DTensor, in OUT/rank-N.pt; save, export."""
+    dims = runtime.build_meshes(config)
+    parts, _ = parallel.parallelize(build_model(config), config, dims, torch.device("cpu"))
+    assert dist.group.WORLD is not None
+    for part in parts:
+        part.to_empty(device="cpu")
+        init_weights(part, seed=3)
+        with torch.no_grad():
+            for value in part.parameters():
+                (value.to_local() if isinstance(value, DTensor) else value).fill_(torch.nan)
+    load(Path(config.checkpoint.initial_load_path), config, parts, dist.group.WORLD)
+    whole = {}
+    for part in parts:
+        for name, value in [*part.named_parameters(), *part.named_buffers()]:
+            if isinstance(value, torch.nn.Parameter) or name.endswith("expert_bias_E"):
+                value = value.detach()
+                whole[canonical_fqn(name)] = value.full_tensor() if isinstance(value, DTensor) else value
+    torch.save(to_stock_names(whole), out / f"rank-{dist.get_rank()}.pt")
+    dcp.save({name: v for part in parts for name, v in part.state_dict().items()}, checkpoint_id=out / "step-1")
+    export.FILE_BYTES = 100_000
+    export.export(config, out / "step-1", out / "hf", None, group=dist.group.WORLD)
+    tell("done")
+
+
+def training(tell: Callable[[Any], None], argv: list[str]) -> None:
+    """train.py's main, in the process group that is there."""
+    os.environ["RUN_ID"] = "hf"
+    runtime.init_process_group = lambda config, run_folder: torch.device("cpu")
+    config = train.config_file.load(argv, dist.get_world_size())
+    train.config_file.raise_on_problems(config, dist.get_world_size())
+    run = train.build(config)
+    try:
+        train.train(run)
+    finally:
+        run.checkpointer.close()
+        run.metrics.close()
+    tell("done")

@@ -1,0 +1,1 @@
+"""Weights in and out of the Hugging Face format: safetensors, their index and config.json."""
