@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", type=Path)
     args, more = parser.parse_known_args()
-    base = [*LAYER, f"--parallelism.expert_parallel_degree={args.ranks}", *more]
+    base = [*overlap_ranks.SMALL, *LAYER, f"--parallelism.expert_parallel_degree={args.ranks}", *more]
     rows, traced = [], []
     print(f"{'delay':>6} {'overlap':<14} {'step':>7} | {'in flight':>9} {'exposed':>8} {'hidden':>7} | backward |")
     for delay in args.delays:

@@ -36,6 +36,7 @@ from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
 from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 
 from titan_moe.attention import Documents
+from titan_moe.moe.router import recomputing
 
 
 class HalfBatchBlock(DeepSeekV3TransformerBlock):
@@ -95,11 +96,11 @@ def by_halves(block: Any, x_BLD: Tensor, masks: Any, positions_BL: Tensor | None
             rows[0].advance()
         rows.append(block.moe.send(normed[-1]))
 
-    # In backward this is read from the end: what is started last here hides nothing there, and has the most to hide it.
+    # Recompute has made all that it needs when the shared experts are through, and stops. What the experts return it
+    # does not need, so it must not send that: nobody would wait for it.
     for this, other in (rows, rows[::-1]):
-        region.compute(this)
+        region.compute(this, returns=not recomputing())
         other.advance()
-    # Before what combine returns, so that recompute has made all it needs when it comes to that.
     shared = []
     if shared_expert is not None:
         for x in normed:

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import GraphExecGroup, create_selective_checkpoint_c
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
 
 from titan_moe.config import Config
-from titan_moe.moe.dispatch import PLAN_OPS, RECEIVE_OPS, RETURN_OPS
+from titan_moe.moe.dispatch import PLAN_OPS, RECEIVE_OPS
 from titan_moe.moe.te_router import CHOICE_OP
 from titan_moe.moe.titan_dispatchers import dispatch_ops
 from titan_moe.pipeline_check import SPLIT_BACKWARD
@@ -61,7 +61,6 @@ def kept_ops(redispatch: bool) -> set:
         torch.ops.aten.topk.default,
         CHOICE_OP,
         *PLAN_OPS,
-        *RETURN_OPS,  # a ticket without memory (moe/exchange.py)
         *dispatch_ops(),  # these plan too
         *(() if redispatch else RECEIVE_OPS),
     }

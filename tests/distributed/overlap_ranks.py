@@ -31,11 +31,12 @@ from titan_moe.model import build_model, init_weights
 from titan_moe.moe import exchange
 from titan_moe.moe.layer import FusedMoE, moe_layers
 
+BATCH = ("--training.dataset=synthetic", "--training.seq_len=32", "--training.local_batch_size=4")
 SMALL = [
     "train_configs/debug_model.toml",
     *("--model.dim=64", "--model.n_layers=3", "--model.moe_hidden_dim=48", "--model.dense_hidden_dim=96"),
     *("--model.q_lora_rank=32", "--model.kv_lora_rank=32", "--model.n_heads=2"),
-    *("--training.dataset=synthetic", "--training.seq_len=32", "--training.local_batch_size=4"),
+    *BATCH,
     *("--moe.sequence_loss_coeff=1e-2", "--moe.z_loss_coeff=1e-3"),
 ]
 
@@ -62,7 +63,7 @@ class Trainee:
     """A model laid out over the ranks, and the microbatches of a step."""
 
     def __init__(self, argv: list[str]) -> None:
-        self.config = config = config_file.load([*SMALL, *argv])
+        self.config = config = config_file.load(argv)
         config_file.raise_on_problems(config, dist.get_world_size())
         layout = str(runtime.titan_parallelism(config))
         if layout not in _meshes:  # torch takes equal meshes for one another, so there is one of each

@@ -16,9 +16,12 @@ PARTS = '--activation_checkpoint.recompute=["norms", "mla_up_proj", "swiglu", "s
 BOTH, HALVES = ["shared_expert", "half_batch"], ["half_batch"]
 FOUR_MICROBATCHES = ["--training.local_batch_size=8", "--parallelism.pipeline_parallel_microbatch_size=2"]
 PP = "--parallelism.pipeline_parallel_degree=2"
+ZBV = [PP, *FOUR_MICROBATCHES, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--model.n_layers=6"]
 QWEN = [
-    *("--model.name=qwen3", "--model.flavor=30B-A3B", "--model.num_experts=8", "--model.top_k=3"),
-    *("--model.num_kv_heads=1", "--model.vocab_size=512", "--model.qk_rope_head_dim=32"),
+    *("train_configs/debug_model.toml", "--model.name=qwen3", "--model.flavor=30B-A3B", "--model.dim=64"),
+    *("--model.n_layers=2", "--model.n_heads=2", "--model.num_kv_heads=1", "--model.qk_rope_head_dim=32"),
+    *("--model.v_head_dim=32", "--model.moe_hidden_dim=48", "--model.num_experts=8", "--model.top_k=3"),
+    *("--model.vocab_size=512", *overlap_ranks.BATCH),
 ]
 
 TWO = {
@@ -35,7 +38,7 @@ TWO = {
     "drops": (["shared_expert"], [EP2, "--moe.capacity_factor=1.0"]),
     "TP": (BOTH, [EP2, "--parallelism.tensor_parallel_degree=2"]),
     "CP": (BOTH, [EP2, "--parallelism.context_parallel_degree=2"]),
-    "Qwen3": (HALVES, [EP2, *QWEN]),
+    "Qwen3": (HALVES, [*QWEN, EP2]),
 }
 FOUR = {
     "ep4": (BOTH, [EP4]),
@@ -43,57 +46,81 @@ FOUR = {
     "two hops redispatch": (BOTH, [EP4, "--moe.ranks_per_node=2", FULL, "--moe.redispatch=true"]),
     "ep2 fsdp2": (BOTH, [EP2, SELECTIVE]),
     "1F1B": (BOTH, [EP2, PP, *FOUR_MICROBATCHES, FULL]),
-    "ZBV": (
-        BOTH,
-        [EP2, PP, *FOUR_MICROBATCHES, SELECTIVE, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
-    ),
-    "ZBV redispatch": (
-        BOTH,
-        [
-            *(EP2, PP, *FOUR_MICROBATCHES, FULL, "--moe.redispatch=true"),
-            "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
-        ],
-    ),
+    "ZBV": (BOTH, [EP2, *ZBV, SELECTIVE]),
+    "ZBV redispatch": (BOTH, [EP2, *ZBV, FULL, "--moe.redispatch=true"]),
 }
 QUICK = ("dedup", "redispatch")  # of two ranks; the others in the long run
+BACKWARD = ("dispatch backward", "combine backward")
 
 
-def compare(tmp_path, world_size: int, cases: dict) -> None:
+def compare(tmp_path, world_size: int, modes: list[str], argv: list[str]) -> None:
     """Loss, auxiliary losses and each parameter's gradient within 1e-6, the same loads, and as many gathers and
     reductions of parameters."""
-    wrong, seen = [], 0
-    for name, (modes, argv) in cases.items():
-        job = Job(tmp_path / "store", overlap_ranks.compare, modes, argv, world_size=world_size)
-        for mode in modes:
-            for answer in job.hear():
-                assert isinstance(answer, dict), f"{name} {mode}: {answer}"
-                seen += 1
-                halves = mode == "half_batch"
-                expected = {key: calls * (1 + halves) for key, calls in answer["plain calls"].items()}
-                if not (
-                    answer["loss"] <= 1e-6
-                    and answer["aux"] <= 1e-6
-                    and answer["gradient"][1] <= 1e-6
-                    and answer["loads"]
-                    and answer["gathers"][0] == answer["gathers"][1]
-                    and answer["calls"] == expected
-                ):
-                    wrong.append((name, mode, answer))
-        job.end()
-    assert seen == world_size * sum(len(modes) for modes, _ in cases.values())
-    assert not wrong, "\n".join(map(str, wrong))
+    argv = argv if argv[0] == QWEN[0] else [*overlap_ranks.SMALL, *argv]
+    job = Job(tmp_path / "store", overlap_ranks.compare, modes, argv, world_size=world_size)
+    for mode in modes:
+        for answer in job.hear():
+            assert isinstance(answer, dict), answer
+            assert answer["loss"] <= 1e-6 and answer["aux"] <= 1e-6 and answer["gradient"][1] <= 1e-6, (mode, answer)
+            assert answer["loads"] and answer["gathers"][0] == answer["gathers"][1] != {}, (mode, answer)
+            parts = 2 if mode == "half_batch" else 1
+            assert answer["calls"] == {key: calls * parts for key, calls in answer["plain calls"].items()}
+            assert set(answer["calls"]) == {"dispatch", "combine", *BACKWARD}
+    job.end()
 
 
-def test_same_gradients_on_two_ranks(tmp_path):
-    compare(tmp_path, 2, {name: TWO[name] for name in QUICK})
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TWO])
+def test_same_gradients_on_two_ranks(tmp_path, name):
+    compare(tmp_path, 2, *TWO[name])
 
 
 @pytest.mark.slow
-def test_same_gradients_on_two_ranks_in_every_mode(tmp_path):
-    compare(tmp_path, 2, {name: case for name, case in TWO.items() if name not in QUICK})
-
-
-@pytest.mark.slow
-def test_same_gradients_on_four_ranks(tmp_path):
+@pytest.mark.parametrize("name", FOUR)
+def test_same_gradients_on_four_ranks(tmp_path, name):
     """Two hops, and pipeline schedules that split backward."""
-    compare(tmp_path, 4, FOUR)
+    compare(tmp_path, 4, *FOUR[name])
+
+
+LAYER = [
+    *("--model.dim=256", "--model.n_layers=3", "--model.moe_hidden_dim=256", "--model.num_shared_experts=4"),
+    *("--training.seq_len=256", "--training.local_batch_size=8"),
+]
+
+
+def measured(tmp_path, world_size: int, mode: str, delay: float) -> list[dict]:
+    """What rank 0 tells of five steps. A busy machine can only hide less, so tests look at the best of them."""
+    argv = [*overlap_ranks.SMALL, *LAYER, f"--parallelism.expert_parallel_degree={world_size}", f"--moe.overlap={mode}"]
+    argv += [f"--debug.comm_delay_ns_per_byte={delay}"]
+    job = Job(tmp_path / f"store-{mode}", overlap_ranks.measure, argv, 5, world_size=world_size)
+    answer = job.hear()[0]
+    job.end()
+    assert isinstance(answer, list), answer
+    return answer
+
+
+def hidden(step: dict) -> float:
+    """Of dispatch and combine together, forward and backward."""
+    in_flight, exposed = (sum(total[key] for total in step["totals"].values()) for key in ("in_flight", "exposed"))
+    return 1 - exposed / in_flight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "delay"), [(2, 10.0), (4, 10.0)])
+def test_what_is_hidden_on_a_slow_link(tmp_path, world_size, delay):
+    """Without overlap nothing; half a batch hides 60 % of dispatch and combine; while the shared expert computes, in
+    either direction, a transfer is always under way. And it is other work that runs meanwhile: the experts of one half
+    under transfers of the other."""
+    alone = measured(tmp_path, world_size, "none", delay)
+    assert max(map(hidden, alone)) < 0.1, [step["totals"] for step in alone]
+
+    shared = measured(tmp_path, world_size, "shared_expert", delay)
+    for part, transfer in (("shared expert", "dispatch"), ("shared expert backward", "dispatch backward")):
+        shares = [overlap_ranks.covered(step["intervals"], (part,), (transfer,)) for step in shared]
+        assert max(shares) > 0.99, (part, shares)
+        assert max(overlap_ranks.covered(step["intervals"], (part,), (transfer,)) for step in alone) == 0
+
+    halves = measured(tmp_path, world_size, "half_batch", delay)
+    assert max(map(hidden, halves)) >= 0.6, [step["totals"] for step in halves]
+    for part, transfers in (("experts", ("dispatch", "combine")), ("experts backward", BACKWARD)):
+        assert max(overlap_ranks.covered(step["intervals"], (part,), transfers) for step in halves) > 0.5
+        assert max(overlap_ranks.covered(step["intervals"], (part,), transfers) for step in alone) == 0

@@ -115,7 +115,11 @@ def test_what_moves_in_steps():
         moving.advance()
     assert done[-1] == "start 2"
     assert moving.wait() == "rows" == moving.wait() and done[-1] == "end 2"
-    assert Moving.done(7).wait() == 7
+    moving.advance()
+    assert moving.wait() == "rows"
+    whole = Moving(steps(), 3)
+    whole.wait(), whole.advance()
+    assert whole.wait() == "rows" and Moving.done(7).wait() == 7
 
 
 @pytest.mark.parametrize("L", [40, 1100])

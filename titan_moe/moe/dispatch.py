@@ -30,7 +30,6 @@ __all__ = [
     "PAYLOAD_OPS",
     "PLAN_OPS",
     "RECEIVE_OPS",
-    "RETURN_OPS",
     "Dispatcher",
     "LocalDispatcher",
     "Plan",
@@ -107,8 +106,7 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {
 }
 
 # What activation checkpointing keeps so that recompute does not plan again. With RECEIVE_OPS too it sends no token to
-# its experts again. It stops before what combine returns, so it must not start a combine either: RETURN_OPS. All that
-# send are PAYLOAD_OPS.
+# its experts again; all that send are PAYLOAD_OPS.
 PLAN_OPS = tuple(
     getattr(torch.ops.titan_moe, f"plan_{name}").default
     for name in ("local", "alltoall", "dedup", "alltoall_fixed", "dedup_fixed", "te_ep", "deepep")
@@ -116,10 +114,9 @@ PLAN_OPS = tuple(
 RECEIVE_OPS = tuple(
     getattr(torch.ops.titan_moe, name).default for name in ("start_dispatch", "wait_dispatch", "te_ep_dispatch")
 )
-RETURN_OPS = (torch.ops.titan_moe.start_combine.default,)
 PAYLOAD_OPS = (
-    *(*RECEIVE_OPS, *RETURN_OPS, torch.ops.titan_moe.wait_combine.default),
-    torch.ops.titan_moe.te_ep_combine.default,
+    *RECEIVE_OPS,
+    *(getattr(torch.ops.titan_moe, name).default for name in ("start_combine", "wait_combine", "te_ep_combine")),
 )
 
 

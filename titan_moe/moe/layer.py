@@ -38,7 +38,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 
 from titan_moe.moe import balance, health, quantized_experts
 from titan_moe.moe.choices import choose_dispatcher, choose_experts, slab_alignment
-from titan_moe.moe.dispatch import Dispatcher, Plan, make_dispatcher
+from titan_moe.moe.dispatch import Dispatcher, Plan, Received, make_dispatcher
 from titan_moe.moe.experts import EXPERTS, Source
 from titan_moe.moe.moving import Moving
 from titan_moe.moe.names import FUSED, GATE, UP, merge_w13, split_w13
@@ -95,16 +95,21 @@ def _merge_on_load(module, state_dict: dict[str, Any], prefix: str, *_) -> None:
 
 @dataclass
 class UnderWay:
-    """A region between two of its parts. x_BLD: its input; moving: its dispatch, and after `compute` its combine."""
+    """A region between two of its parts. x_BLD: its input; dispatch, until `compute`, and combine, from then on: rows
+    under way."""
 
     x_BLD: Tensor
     plan: Plan
-    moving: Moving[Any]
+    dispatch: Moving[Received] | None
+    combine: Moving[Tensor] | None = None
 
     def advance(self) -> None:
         """See Moving."""
-        with _kept_as_it_is():
-            self.moving.advance()
+        if self.dispatch is not None:
+            self.dispatch.advance()
+        if self.combine is not None:
+            with _kept_as_it_is():
+                self.combine.advance()
 
 
 def _kept_as_it_is() -> saved_tensors_hooks:
@@ -197,11 +202,11 @@ class FusedRoutedExperts(RoutedExperts):
         return UnderWay(x_BLD, plan, dispatcher.start_dispatch(x_TD, scores_TK, plan))
 
     @torch.compiler.disable
-    def compute(self, under_way: UnderWay) -> None:
-        """The experts, after which the combine is under way."""
+    def compute(self, under_way: UnderWay, *, returns: bool = True) -> None:
+        """The experts, after which the combine is under way, if `returns`."""
         dispatcher, plan, x_BLD = self.dispatcher, under_way.plan, under_way.x_BLD
-        assert dispatcher is not None
-        received = under_way.moving.wait()
+        assert dispatcher is not None and under_way.dispatch is not None
+        received, under_way.dispatch = under_way.dispatch.wait(), None  # or what was received would stay
         if plan.overflow is not None and not recomputing():  # HybridEP tells only now
             self.overflow = plan.overflow if self.overflow is None else self.overflow | plan.overflow
         # On one rank rows are copies of tokens that the layer before keeps anyway, and copying again costs little.
@@ -210,14 +215,16 @@ class FusedRoutedExperts(RoutedExperts):
         source = None if gather is None else Source(x_TD, partial(gather, plan=plan))
         with maybe_set_sparse_mesh():
             y_RD = self.inner_experts(received.x_RD, received.counts_e, received.weight_R, source)
-        with _kept_as_it_is():
-            under_way.moving = dispatcher.start_combine(y_RD, received.state)
+        if returns:
+            with _kept_as_it_is():
+                under_way.combine = dispatcher.start_combine(y_RD, received.state)
 
     @torch.compiler.disable
     def collect(self, under_way: UnderWay) -> Tensor:
         """What comes back, [B, L, D]."""
+        assert under_way.combine is not None
         with _kept_as_it_is():
-            return under_way.moving.wait().view_as(under_way.x_BLD)
+            return under_way.combine.wait().view_as(under_way.x_BLD)
 
 
 class FusedMoE(MoE):

@@ -43,7 +43,7 @@ class Moving(Generic[Result]):
 
     def advance(self) -> None:
         """If another exchange follows the present one, wait for this and start that."""
-        if self._left > 1:
+        if self._left > 1 and not self._result:
             self._left -= 1
             self._next()
 

@@ -118,18 +118,15 @@ def layer_time(job: Job, kind: Kind, software: Software, c: Constants) -> LayerT
         gpu["forward"] += forward
         gpu["backward"] += backward
         parts[name] = forward + backward
-    alone, slowed = (
-        {
-            "forward": gpu["forward"] + sent.get("dispatch", 0.0) + sent.get("combine", 0.0),
-            "backward": gpu["backward"] + sent.get("combine backward", 0.0) + sent.get("dispatch backward", 0.0),
-        },
-        0.0,
-    )
+    alone = {
+        "forward": gpu["forward"] + sent.get("dispatch", 0.0) + sent.get("combine", 0.0),
+        "backward": gpu["backward"] + sent.get("combine backward", 0.0) + sent.get("dispatch backward", 0.0),
+    }
+    slowed = 0.0
     if job.overlap in WITHIN and moe:
-        _, within, stretched = place_within(job, listed, sent, c)
-        busy = {side: within[side] + sum(times[i] for times in beside.values()) for i, side in enumerate(alone)}
-        if sum(busy.values()) < sum(alone.values()):
-            alone, slowed = busy, stretched
+        for side, (saved, stretch) in within(job, listed, sent, c).items():
+            alone[side] -= saved - stretch
+            slowed += stretch
     if job.overlap == "half_batch" and moe:
         launches, stall = {side: 2 * count for side, count in launches.items()}, 2 * stall
     host = {side: host_seconds(launches[side], software, c) for side in alone}
@@ -164,6 +161,38 @@ def _join(gpu: float, host: float, c: Constants) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Transfers beside kernels of the same microbatch
+
+
+def place_within(job: Job, listed: list[Kernel], sent: dict[str, float]) -> dict[str, list[Placed]]:
+    """A layer's forward, and its backward, placed on their lanes as if neither lane slowed the other."""
+    blocks = _sum((f"{k.block} {k.phase}", k.seconds) for k in listed)
+    lane: Lane = "network" if traffic.nodes_of_ep(job) > 1 else "nvlink"
+
+    def of(*names: str) -> float:
+        return sum(blocks.get(name, 0.0) for name in names)
+
+    return {
+        "forward": schedule.run(forward_ops(job, of, sent, lane)),
+        "backward": schedule.run(backward_ops(job, of, sent, lane)),
+    }
+
+
+def within(job: Job, listed: list[Kernel], sent: dict[str, float], c: Constants) -> dict[str, tuple[float, float]]:
+    """(seconds saved, of kernels that are slowed meanwhile) of a layer's forward and of its backward. A transfer beside
+    kernels reaches `contention` of its speed, so that so much less of it is hidden, and the constant share stays
+    exposed."""
+    total = sum(k.seconds for k in listed)
+    bound = sum(k.seconds for k in listed if k.part in ("grouped_gemm", "dense_gemm", "attention")) / total
+    taken = job.comm_sms / job.hardware.sms
+    found = {}
+    for side, placed in place_within(job, listed, sent).items():
+        saved = (sum(p.end - p.start for p in placed) - schedule.makespan(placed)) * c.contention * (1 - miss(job, c))
+        found[side] = saved, bound * saved * taken / (1 - taken)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # A forward beside a backward
 
 
@@ -184,38 +213,6 @@ def place_pairs(
     job: Job, listed: list[Kernel], sent: dict[str, float], c: Constants, layers: int
 ) -> tuple[list[Placed], float]:
     """(so many layers' forward beside as many backward, placed on their lanes; seconds by which one is slowed)."""
-    blocks, hidden, lane, slowed = _beside_each_other(job, listed, sent, c)
-    ops = [op for i in range(layers) for op in pair_ops(i, blocks, hidden, lane, job)]
-    return schedule.run(ops), slowed
-
-
-def place_within(
-    job: Job, listed: list[Kernel], sent: dict[str, float], c: Constants
-) -> tuple[list[Placed], dict[str, float], float]:
-    """(a layer's forward and then its backward, placed on their lanes; seconds of each with what stays exposed whatever
-    the schedule finds; seconds by which kernels are slowed)."""
-    blocks, hidden, lane, slowed = _beside_each_other(job, listed, sent, c)
-
-    def of(*names: str) -> float:
-        return sum(blocks.get(name, 0.0) for name in names)
-
-    placed, seconds, now = [], {}, 0.0
-    for side, ops, names in (
-        ("forward", forward_ops(job, of, hidden, lane), ("dispatch", "combine")),
-        ("backward", backward_ops(job, of, hidden, lane), ("combine backward", "dispatch backward")),
-    ):
-        one = schedule.run(ops)
-        placed += [Placed(p.name, p.lane, p.start + now, p.end + now) for p in one]
-        now += schedule.makespan(one)
-        seconds[side] = schedule.makespan(one) + miss(job, c) * sum(sent[name] for name in names)
-    return placed, seconds, slowed
-
-
-def _beside_each_other(
-    job: Job, listed: list[Kernel], sent: dict[str, float], c: Constants
-) -> tuple[dict[str, float], dict[str, float], Lane, float]:
-    """(seconds of kernels by block and phase, of transfers by name, their lane, by how much kernels are slowed), when
-    they run at the same time."""
     lane: Lane = "network" if traffic.nodes_of_ep(job) > 1 else "nvlink"
     blocks = _sum((f"{k.block} {k.phase}", k.seconds) for k in listed)
     total = sum(blocks.values())
@@ -225,7 +222,10 @@ def _beside_each_other(
     taken = job.comm_sms / job.hardware.sms
     beside = min(sum(hidden.values()) / total, 1.0)
     stretch = 1.0 + bound * beside * (1 / (1 - taken) - 1)
-    return {name: s * stretch for name, s in blocks.items()}, hidden, lane, (stretch - 1) * total
+    ops = [
+        op for i in range(layers) for op in pair_ops(i, {n: s * stretch for n, s in blocks.items()}, hidden, lane, job)
+    ]
+    return schedule.run(ops), (stretch - 1) * total
 
 
 def pair_ops(i: int, blocks: dict[str, float], hidden: dict[str, float], lane: Lane, job: Job) -> list[Op]:

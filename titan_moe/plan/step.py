@@ -239,7 +239,10 @@ def timeline(job: Job, software: Software, c: Constants) -> list[tuple[str, str,
     listed = layer_kernels(job, "moe", software, c)
     sent = overlap.transfers(job, software, c)
     if job.overlap in WITHIN:
-        middle = overlap.place_within(job, listed, sent, c)[0]
+        sides = overlap.place_within(job, listed, sent)
+        now = schedule.makespan(sides["forward"])
+        backward = [replace(p, start=p.start + now, end=p.end + now) for p in sides["backward"]]
+        middle = [*sides["forward"], *backward]
     elif job.overlap != "none":
         placed, _ = overlap.place_pairs(job, listed, sent, c, 3)
         middle = [p for p in placed if p.name.endswith(" 1")]
