@@ -1,6 +1,6 @@
 """What moe.overlap hides: one process per rank on this machine, gloo, and links that are made slow.
 
-    python benchmarks/overlap.py [--ranks 2] [--delays 0 20] [--steps 3] [--trace FILE] [--json FILE]
+    python benchmarks/overlap.py [--ranks 2] [--delays 0 10 500] [--steps 3] [--trace FILE] [--json FILE]
                                  [--section.key=value ...]
 
 For each delay (debug.comm_delay_ns_per_byte) and each moe.overlap: the step, how long transfers of dispatch and combine
@@ -29,15 +29,15 @@ from tests.faults.checkpoint_run import Job
 MODES = ("none", "shared_expert", "half_batch")
 WIDTHS = {"forward": ("dispatch", "combine"), "backward": ("dispatch backward", "combine backward")}
 LAYER = [
-    *("--model.dim=256", "--model.n_layers=3", "--model.moe_hidden_dim=256", "--model.num_shared_experts=4"),
-    *("--training.seq_len=256", "--training.local_batch_size=8"),
+    *("--model.dim=128", "--model.n_layers=2", "--model.moe_hidden_dim=128", "--model.num_shared_experts=2"),
+    *("--training.seq_len=128", "--training.local_batch_size=8"),
 ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 20.0])
+    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 10.0, 500.0])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", type=Path)
