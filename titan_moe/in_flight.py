@@ -100,6 +100,7 @@ class InFlight:
         results: what `wait` returns.
         name, backward, sent, received: see Transfer.
         link: transfers over the same one follow each other if it is slow.
+        slow: seconds per byte received; None: `seconds_per_byte`.
     """
 
     def __init__(
@@ -112,11 +113,13 @@ class InFlight:
         sent: int,
         received: int,
         link: str = "",
+        slow: float | None = None,
     ) -> None:
         self.works, self.results, self.until = works, results, 0.0
-        if seconds_per_byte:
+        slow = seconds_per_byte if slow is None else slow
+        if slow:
             now = time.perf_counter()
-            self.until = _link_free[link] = max(now, _link_free.get(link, now)) + received * seconds_per_byte
+            self.until = _link_free[link] = max(now, _link_free.get(link, now)) + received * slow
         self.transfer = None
         if log is not None:
             self.transfer = Transfer(name, backward, sent, received, mark())

@@ -18,7 +18,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.deepseek_v3 import MTPDecoder, parallelize_deepseekv3
 
-from titan_moe import in_flight
+from titan_moe import fsdp_traffic, in_flight
 from titan_moe.config import Config
 from titan_moe.config_check import microbatches_per_step
 from titan_moe.pipeline import Pipeline
@@ -60,6 +60,8 @@ def parallelize_part(model: MTPDecoder, config: Config, parallel_dims: ParallelD
     if config.parallelism.fsdp_prefetch_layers != 1:
         prefetch(model, config.parallelism.fsdp_prefetch_layers)
     prepare_for_backend(model)
+    ep_mesh = parallel_dims.get_optional_mesh("ep")
+    fsdp_traffic.prepare(model, None if ep_mesh is None else ep_mesh.get_group())
     if config.compile.enable and "model" in config.compile.components:
         compile_layers(model, config.compile.backend)
 

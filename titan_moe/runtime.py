@@ -158,8 +158,20 @@ def build_meshes(config: Config) -> ParallelDims:
     (experts)."""
     parallel_dims = ParallelDims.from_config(titan_parallelism(config), dist.get_world_size())
     parallel_dims.build_mesh()
+    separate_expert_traffic(parallel_dims)
     dist_utils.set_spmd_backend(parallel_dims.spmd_backend)
     return parallel_dims
+
+
+def separate_expert_traffic(parallel_dims: ParallelDims) -> None:
+    """Give dispatch and combine a process group of their own where all ranks are in it. torch would take the default
+    group, which FSDP then has too: they would wait for each other on one communicator."""
+    ep_mesh = parallel_dims.get_optional_mesh("ep")
+    if ep_mesh is not None and ep_mesh.get_group() is dist.group.WORLD:
+        own = dist.new_group(group_desc="mesh_ep")
+        assert isinstance(own, dist.ProcessGroup)  # of all ranks
+        ep_mesh._dim_group_names = [own.group_name]  # in place: FSDP2 wants all meshes to have the same root
+        ep_mesh._get_root_mesh()._pg_registry[own.group_name] = own
 
 
 def batch_coordinates(parallel_dims: ParallelDims) -> tuple[int, int]:

@@ -43,8 +43,9 @@ SMALL = [
 
 @dataclass
 class Found:
-    """Of one forward and backward of a step. gathers: FSDP's all-gathers and reduce-scatters. intervals: "name",
-    "start", "end" in seconds from its beginning, of transfers, of waits for them and of what `watched` watches."""
+    """Of one forward and backward of a step. gathers: FSDP's all-gathers and reduce-scatters; fsdp: the same as
+    transfers, which are those of expert parallelism. intervals: "name", "start", "end" in seconds from its beginning,
+    of transfers, of waits for them and of what `watched` watches."""
 
     loss: Tensor
     aux: Tensor
@@ -52,6 +53,7 @@ class Found:
     loads: list[list[int]]
     gathers: Counter[str]
     transfers: list[Transfer]
+    fsdp: list[Transfer]
     seconds: float
     intervals: list[dict[str, Any]]
 
@@ -114,7 +116,9 @@ class Trainee:
                     one.backward()
                     loss = loss + one.detach()
         seconds = time.perf_counter() - begun
-        transfers, in_flight.log = in_flight.log, None
+        logged, in_flight.log = in_flight.log, None
+        fsdp = [each for each in logged if each.name in ("gather", "reduce")]
+        transfers = [each for each in logged if each.name not in ("gather", "reduce")]
         assert not exchange._under_way, "somebody did not wait for what he started"
         loads = [moe.tokens_per_expert_E for moe in self.layers.values()]
         return Found(
@@ -129,6 +133,7 @@ class Trainee:
             },
             gathers=gathers,
             transfers=transfers,
+            fsdp=fsdp,
             seconds=seconds,
             intervals=[
                 {"name": name, "start": start - begun, "end": end - begun}

@@ -34,6 +34,7 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from tests import te_doubles
 from titan_moe import runtime, validation
+from titan_moe.fsdp_traffic import GlooReduce
 from titan_moe.moe import experts
 from titan_moe.moe.layer import FusedMoE, moe_layers
 from titan_moe.moe.names import to_stock_names
@@ -217,7 +218,7 @@ def run_case(
     build, train_step = train.build, train.train_step
     forward_backward, held_out_loss = train.forward_backward, validation.held_out_loss
     clip, route = train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward
-    exchange = dist.all_to_all_single
+    exchange, reduce = dist.all_to_all_single, GlooReduce.__call__
 
     def recording_build(config):
         recorder.run = build(config)
@@ -263,6 +264,11 @@ def run_case(
             recorder.collectives["alltoall"] += 1
         return exchange(*args, **kwargs)
 
+    def counting_reduce(self, *args, **kwargs):  # which gloo does as an all-reduce
+        if recorder.gradients is None:
+            recorder.collectives["reduce_scatter"] += 1
+        return reduce(self, *args, **kwargs)
+
     def forgetting(self):  # a pipeline has run its stages on nothing, to learn shapes
         if recorder.gradients is None:
             for ids in recorder.topk_ids.values():
@@ -276,6 +282,7 @@ def run_case(
     for node in (experts._Dgrad, experts._Wgrad):
         count_backward(node, recorder)
     # No need to put anything back: the case has this process to itself.
+    GlooReduce.__call__ = counting_reduce
     train.forward_backward, validation.held_out_loss = counting_forward_backward, counting_held_out_loss
     train.build, train.train_step, dist.all_to_all_single = recording_build, counting_step, counting_exchange
     train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward = recording_clip, recording_route
