@@ -1,0 +1,113 @@
+"""Which calls are which phase: found in a model from outside, so that nothing in it knows of timers.
+
+A module's call is replaced, as torch.compile replaces it: what is inside, hooks included, is the phase's. So a compiled
+module is timed around its graph, which stays what it was. Inside a graph nothing can be told apart: with compile a
+dense layer, which is compiled as a whole, is one phase, "dense", its attention and norms included.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import titan_moe.runtime  # noqa: F401
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.checkpointer.utils import canonical_fqn
+
+from titan_moe.moe.layer import FusedRoutedExperts
+from titan_moe.phases import OTHER, Phases
+from titan_moe.pipeline import Pipeline
+
+LAYER = r"(?:mtp_)?layers\.\d+"
+
+PHASES = {
+    r"tok_embeddings": "embedding",
+    rf"norm|{LAYER}\.(?:attention_norm|ffn_norm|enorm|hnorm|mtp_norm)": "norms",
+    rf"{LAYER}\.attention": "attention",
+    rf"{LAYER}\.feed_forward": "dense",
+    rf"{LAYER}\.moe\.router": "router",
+    rf"{LAYER}\.moe\.shared_experts": "shared_expert",
+    rf"{LAYER}\.moe\.routed_experts\.inner_experts": "experts",
+    rf"{LAYER}\.eh_proj": "mtp",
+}
+"""Of modules, by a pattern of their names"""
+
+FSDP_CALLS = ("unshard", "wait_for_unshard", "pre_forward", "post_forward", "pre_backward", "post_backward")
+FSDP_CALLS += ("finalize_backward",)
+"""Where FSDP2 gathers parameters, waits for them, and reduces gradients"""
+
+
+def watch(phases: Phases, model_parts: Iterable[nn.Module], pipeline: Pipeline | None) -> None:
+    """Tell `phases` what this rank's stages do, from now on. Call it when they are sharded and compiled."""
+    for part in model_parts:
+        for module, name in timed_modules(part):
+            call = module._compiled_call_impl or module._call_impl
+            module._compiled_call_impl = phases.around(call, name)
+        for module in part.modules():
+            if isinstance(module, FusedRoutedExperts):
+                _watch_dispatcher(phases, module)
+        for group in _fsdp_groups(part):
+            for name in FSDP_CALLS:
+                setattr(group, name, phases.inside(getattr(group, name), "fsdp"))
+    if pipeline is not None:
+        _watch_pipeline(phases, pipeline)
+
+
+def timed_modules(part: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules whose calls are phases, and which."""
+    compiled: list[str] = []
+    for fqn, module in part.named_modules():
+        name = canonical_fqn(fqn)
+        if any(fqn.startswith(f"{outer}.") for outer in compiled):
+            continue
+        if module._compiled_call_impl is not None:
+            compiled.append(fqn)
+            if re.fullmatch(LAYER, name):
+                yield module, "dense"
+        for pattern, phase in PHASES.items():
+            if re.fullmatch(pattern, name):
+                yield module, phase
+
+
+def _watch_dispatcher(phases: Phases, routed: FusedRoutedExperts) -> None:
+    dispatcher: Any = routed.dispatcher
+    assert dispatcher is not None, "there are no ranks to dispatch to yet"
+    for name, phase in (("plan", "dispatch"), ("dispatch", "dispatch"), ("combine", "combine")):
+        setattr(dispatcher, name, phases.around(getattr(dispatcher, name), phase))
+
+
+def _fsdp_groups(part: nn.Module) -> Iterator[Any]:
+    """The parameter groups, each once: a state may be shared by modules."""
+    seen = set()
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                if id(group) not in seen:
+                    seen.add(id(group))
+                    yield group
+
+
+def _watch_pipeline(phases: Phases, pipeline: Pipeline) -> None:
+    """What a schedule does outside of its stages is to wait: "pipeline". A weights' pass of its own runs pieces of
+    many phases' graphs, of which most have lost their beginning: all of it is "wgrad"."""
+
+    def in_backward(call):
+        def backward(*args, **kwargs):
+            with phases.backward():
+                return call(*args, **kwargs)
+
+        return backward
+
+    def weights(call):
+        def wgrad(*args, **kwargs):
+            with phases.whole("wgrad"):
+                return call(*args, **kwargs)
+
+        return wgrad
+
+    for stage in pipeline.stages:
+        stage.forward_one_chunk = phases.inside(stage.forward_one_chunk, OTHER)
+        stage.backward_one_chunk = in_backward(stage.backward_one_chunk)
+        stage.backward_weight_one_chunk = weights(stage.backward_weight_one_chunk)
+    pipeline.schedule.step = phases.inside(pipeline.schedule.step, "pipeline")
