@@ -202,7 +202,7 @@ def train(run: Run) -> None:
         # Logging reads the guard's verdict, and may stop the run for it: before such a step could be saved.
         logs = validates or saves or last or stops or step == first_step or step % config.metrics.log_freq == 0
 
-        with run.telemetry.step(step):
+        with run.telemetry.step(step, logs=logs):
             train_step(run, batches, validates=validates, logs=logs)
 
         # Once in a while: save a checkpoint (all ranks participate).

@@ -6,19 +6,23 @@ dense layer, which is compiled as a whole, is one phase, "dense", its attention 
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import titan_moe.runtime  # noqa: F401
 
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_moe.moe.layer import FusedRoutedExperts
-from titan_moe.phases import OTHER, Phases
+from titan_moe.moe.moving import Moving
+from titan_moe.phases import OTHER, Phases, nodes_of
 from titan_moe.pipeline import Pipeline
 
+MOVED = ("dispatch", "combine")
 LAYER = r"(?:mtp_)?layers\.\d+"
 
 PHASES = {
@@ -32,6 +36,9 @@ PHASES = {
     rf"{LAYER}\.eh_proj": "mtp",
 }
 """Of modules, by a pattern of their names"""
+
+MOVES = ("_GatherRows", "_SumRows", "_SelectCopies", *(f"{half}_{way}" for half in ("start", "wait") for way in MOVED))
+"""Parts of the names of the nodes that make up a dispatch or a combine"""
 
 FSDP_CALLS = ("unshard", "wait_for_unshard", "pre_forward", "post_forward", "pre_backward", "post_backward")
 FSDP_CALLS += ("finalize_backward",)
@@ -73,8 +80,44 @@ def timed_modules(part: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 def _watch_dispatcher(phases: Phases, routed: FusedRoutedExperts) -> None:
     dispatcher: Any = routed.dispatcher
     assert dispatcher is not None, "there are no ranks to dispatch to yet"
-    for name, phase in (("plan", "dispatch"), ("dispatch", "dispatch"), ("combine", "combine")):
-        setattr(dispatcher, name, phases.around(getattr(dispatcher, name), phase))
+    dispatcher.plan = phases.inside(dispatcher.plan, "dispatch")
+    dispatcher.start_dispatch = _timed_moving(phases, dispatcher.start_dispatch, "dispatch")
+    dispatcher.start_combine = _timed_moving(phases, dispatcher.start_combine, "combine")
+
+
+def _timed_moving(phases: Phases, start: Callable[..., Moving], phase: str) -> Callable[..., Any]:
+    """`start`, and what is done with the Moving that it returns, as one phase, though other things run in between."""
+    start = phases.inside(start, phase)
+    wait, advance = phases.around(Moving.wait, phase, exchange_nodes), phases.inside(Moving.advance, phase)
+    return lambda *args: TimedMoving(start(*args), wait, advance)
+
+
+@dataclass(slots=True)
+class TimedMoving:
+    """A Moving with other calls in the place of its own. (Put into the Moving itself they would refer to it, and what
+    it holds would live until Python's garbage collector runs.)"""
+
+    moving: Moving
+    wait_for: Callable[[Moving], Any]
+    advance_by: Callable[[Moving], None]
+
+    def wait(self) -> Any:
+        return self.wait_for(self.moving)
+
+    def advance(self) -> None:
+        self.advance_by(self.moving)
+
+
+def exchange_nodes(result: Any) -> Iterator[Node]:
+    """The nodes of what a Moving returned, and behind them those that start an exchange: between the two backward may
+    do something else too, and it is in the latter that it waits (moe/exchange.py)."""
+    for node in nodes_of(result):
+        yield node
+        first: Node | None = node
+        while first is not None and any(word in first.name() for word in MOVES):
+            if "start_" in first.name():
+                yield first
+            first = first.next_functions[0][0]
 
 
 def _fsdp_groups(part: nn.Module) -> Iterator[Any]:

@@ -24,7 +24,7 @@ A trace and Nsight Systems show the same phases while somebody is in `ranges` (p
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from itertools import pairwise
@@ -34,6 +34,7 @@ import titan_moe.runtime  # noqa: F401
 
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 
 from titan_moe import clock
 from titan_moe.clock import Mark
@@ -68,7 +69,7 @@ class Phases:
         self.in_backward = False
         self.ranges: list[Ranges] = []
         self.host_seconds: defaultdict[str, float] = defaultdict(float)
-        self._closed = False  # in a phase that is told as a whole
+        self.closed = False  # in a phase that is told as a whole
         self._ends = False  # the end of this backward will be noted
         self._marks: list[tuple[str, Mark]] = []
         self._started = False
@@ -78,6 +79,11 @@ class Phases:
         self._seconds = dict.fromkeys(NAMES, 0.0)  # from marks that have been read
         self._steps = 0
         self._step_start = 0  # the mark that the last step began with
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a forward that runs now is none of a training step: it is repeated in backward, or validates."""
+        return self.in_backward or self.closed
 
     def switch(self, name: str) -> None:
         """From here on it is `name`."""
@@ -91,9 +97,10 @@ class Phases:
     # -----------------------------------------------------------------------------------------------------------------
     # What belongs to a phase
 
-    def around(self, call: Call, name: str) -> Call:
-        """`call` as a phase of forward and, from the nodes of the tensors that it returns, of backward."""
-        inside = self.inside(call, name)
+    def around(self, call: Call, name: str, nodes: Callable[[Any], Iterable[Node]] | None = None) -> Call:
+        """`call` as a phase of forward and, from the nodes of the tensors that it returns, of backward. `nodes`: finds
+        those that the phase's backward begins with, in what `call` returns."""
+        inside, find = self.inside(call, name), nodes or nodes_of
         backward = f"{name}.backward"
 
         def begins(_: Any) -> None:
@@ -102,10 +109,9 @@ class Phases:
         @wraps(call)
         def timed(*args, **kwargs):
             result = inside(*args, **kwargs)
-            if not (self.in_backward or self._closed):
-                for tensor in _tensors(result):
-                    if tensor.grad_fn is not None:
-                        tensor.grad_fn.register_prehook(begins)
+            if not self.repeats:
+                for node in find(result):
+                    node.register_prehook(begins)
             return result
 
         return cast(Call, timed)
@@ -116,7 +122,7 @@ class Phases:
 
         @wraps(call)
         def timed(*args, **kwargs):
-            if self._closed:
+            if self.closed:
                 return call(*args, **kwargs)
             before = self.now
             self.switch(backward if self.in_backward else forward)
@@ -130,14 +136,14 @@ class Phases:
     @contextmanager
     def whole(self, name: str) -> Iterator[None]:
         """All that is done inside, whatever it is, as one phase."""
-        before, was_closed, start = self.now, self._closed, time.perf_counter()
+        before, was_closed, start = self.now, self.closed, time.perf_counter()
         if not was_closed:
             self.switch(name)
-        self._closed = True
+        self.closed = True
         try:
             yield
         finally:
-            self._closed = was_closed
+            self.closed = was_closed
             if not was_closed:
                 self.switch(before)
                 self.host_seconds[name] += time.perf_counter() - start
@@ -147,17 +153,17 @@ class Phases:
         """Around a call that runs backward."""
         before, was_backward = self.now, self.in_backward
         self.in_backward, self._ends = True, False
-        if not self._closed:
+        if not self.closed:
             self.switch(OTHER)
         try:
             yield
         finally:
             self.in_backward = was_backward
-            if not self._closed:
+            if not self.closed:
                 self.switch(before)
 
     def _begin_backward(self, name: str) -> None:
-        if self._closed:
+        if self.closed:
             return
         if not self._ends:
             # Called by the thread that runs backward, where a range that began there has to end.
@@ -197,11 +203,13 @@ class Phases:
         del self._marks[:until]
 
 
-def _tensors(result: Any) -> Iterator[Tensor]:
-    """Those that a call returned: alone, in a tuple, or in a record."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, tuple | list):
-        yield from (value for value in result if isinstance(value, Tensor))
+def nodes_of(result: Any) -> Iterator[Node]:
+    """Of the tensors that a call returned: alone, in a tuple, or in a record."""
+    values: Iterable[Any] = (result,)
+    if isinstance(result, tuple | list):
+        values = result
     elif hasattr(result, "__dataclass_fields__"):
-        yield from (value for value in vars(result).values() if isinstance(value, Tensor))
+        values = vars(result).values()
+    for value in values:
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            yield value.grad_fn

@@ -19,6 +19,7 @@ from titan_moe.phase_hooks import watch
 from titan_moe.phases import NAMES, OWN, Phases
 from titan_moe.pipeline import Pipeline
 from titan_moe.profiling import Profiling
+from titan_moe.wire import Wire
 
 Statistics = Callable[[], Mapping[str, float]]
 """Quantities by name; all ranks call it on a logged step"""
@@ -43,18 +44,24 @@ class Telemetry:
     ) -> None:
         self.phases, self.device, self.sources = phases, device, sources
         self.profiling = Profiling(config, folder, phases)
+        self.counts_rows = False
+        self.wire = Wire(config, model_parts, device, lambda: self.counts_rows and not phases.repeats)
         watch(phases, model_parts, pipeline)
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Around an optimizer step."""
+    def step(self, step: int, *, logs: bool) -> Iterator[None]:
+        """Around an optimizer step; `logs`: it will be logged."""
+        self.counts_rows = logs
+        self.wire.step()
         self.phases.step()
         with self.profiling.step(step):
             yield
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Around what is one phase, whatever is done inside."""
-        return self.phases.whole(name)
+        with self.wire.forgetting(), self.phases.whole(name):
+            yield
 
     def backward(self) -> AbstractContextManager[None]:
         return self.phases.backward()
@@ -65,8 +72,10 @@ class Telemetry:
         for source in self.sources:
             found |= source()
         seconds, steps = self.phases.take()
-        mine = torch.tensor([seconds[name] / max(steps, 1) for name in NAMES], dtype=torch.float64)
-        return found | phase_statistics(gathered(mine, self.device))
+        mine = [seconds[name] / max(steps, 1) for name in NAMES] + self.wire.take(steps)
+        everyone = gathered(torch.tensor(mine, dtype=torch.float64), self.device)
+        found |= phase_statistics(everyone[:, : len(NAMES)])
+        return found | self.wire.statistics(everyone[:, len(NAMES) :])
 
 
 def gathered(mine: Tensor, device: torch.device) -> Tensor:
