@@ -55,9 +55,11 @@ NAMES = (*(f"{name}.{way}" for name in (*OWN, *SHARED) for way in ("forward", "b
 
 
 class Ranges(Protocol):
-    """Whoever shows phases as ranges: told of each as it begins, by the thread that it runs in."""
+    """Whoever shows phases as ranges, one after the other. A range begins and ends in the same thread."""
 
-    def switch(self, name: str) -> None: ...
+    def begin(self, name: str) -> None: ...
+
+    def end(self) -> None: ...
 
 
 class Phases:
@@ -90,9 +92,11 @@ class Phases:
         if name == self.now:
             return
         self.now = name
+        for ranges in self.ranges:
+            ranges.end()
         self._marks.append((name, clock.mark()))
         for ranges in self.ranges:
-            ranges.switch(name)
+            ranges.begin(name)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What belongs to a phase

@@ -26,7 +26,7 @@ from titan_moe.runtime import DEVICE_TYPE
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 from torchtitan.tools.logging import logger
 
 from titan_moe.config import Config
@@ -42,17 +42,23 @@ HISTORY = 1_000_000
 
 
 class TraceRanges:
-    """Phases as ranges of torch's profiler."""
+    """Phases as ranges of torch's profiler.
+
+    Not by its `record_function`, which calls two ops: selective checkpointing counts ops, and would look in backward
+    for those of the ranges of forward; and with thousands of short ranges their cost would show.
+    """
 
     def __init__(self) -> None:
         self.open: Any = None
 
-    def switch(self, name: str) -> None:
+    def begin(self, name: str) -> None:
+        if name != OTHER:
+            self.open = torch.autograd._record_function_with_args_enter(name)
+
+    def end(self) -> None:
         if self.open is not None:
-            self.open.__exit__(None, None, None)
-        self.open = None if name == OTHER else record_function(name)
-        if self.open is not None:
-            self.open.__enter__()
+            torch.autograd._record_function_with_args_exit(self.open)
+            self.open = None
 
 
 class NvtxRanges:
@@ -61,12 +67,15 @@ class NvtxRanges:
     def __init__(self) -> None:
         self.open = False
 
-    def switch(self, name: str) -> None:
+    def begin(self, name: str) -> None:
+        if name != OTHER:
+            torch.cuda.nvtx.range_push(name)
+            self.open = True
+
+    def end(self) -> None:
         if self.open:
             torch.cuda.nvtx.range_pop()
-        self.open = name != OTHER
-        if self.open:
-            torch.cuda.nvtx.range_push(name)
+            self.open = False
 
 
 class Profiling:
@@ -128,20 +137,20 @@ class Profiling:
         activities = [ProfilerActivity.CPU]
         if DEVICE_TYPE == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        when = schedule(wait=0, warmup=warmup, active=active, repeat=1)
-        self.profiler = profile(activities=activities, schedule=when, record_shapes=True)
-        self.left = warmup + active
-        self.phases.ranges.append(self.ranges)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no warm-up, if the first step is to be profiled
+            when = schedule(wait=0, warmup=warmup, active=active, repeat=1)
+            self.profiler = profile(activities=activities, schedule=when, record_shapes=True)
             self.profiler.start()
+        self.left = warmup + active
+        self.phases.ranges.append(self.ranges)
 
     def _end_of_step(self, profiler: profile, step: int) -> None:
         self.left -= 1
         if self.left:
             profiler.step()
             return
-        self.ranges.switch(OTHER)
+        self.ranges.end()
         self.phases.ranges.remove(self.ranges)
         self.profiler = None
         with self.phases.whole("profile"):
@@ -151,7 +160,7 @@ class Profiling:
     def _abandon(self) -> None:
         """The step has failed: what was recorded of it is not written."""
         if self.profiler is not None:
-            self.ranges.switch(OTHER)
+            self.ranges.end()
             self.phases.ranges.remove(self.ranges)
             self.profiler.stop()
             self.profiler = None
