@@ -32,9 +32,9 @@ from titan_moe.profiling import ROW, Profiling
 STEPS = 8
 TRACED, PLAIN = range(4, STEPS + 1, 2), range(3, STEPS + 1, 2)  # the first two set things up
 RUN = [
-    *("train_configs/debug_model.toml", "--training.local_batch_size=2", "--metrics.enable_tensorboard=false"),
+    *("train_configs/debug_model.toml", "--training.local_batch_size=4", "--metrics.enable_tensorboard=false"),
     *(
-        "--training.global_batch_size=4",
+        "--training.global_batch_size=8",
         "--validation.enable=false",
         "--metrics.log_freq=1",
         "--model.num_mtp_layers=1",
@@ -126,7 +126,7 @@ NODES = {
     r"(Sigmoid|Gather)Backward0": "router.backward",
     r"SiluBackward0": "shared_expert.backward|dense.backward",
     r"RsqrtBackward0": "norms.backward|attention.backward",  # attention has norms of its own, on its latents
-    r"titan_moe::plan_local": "dispatch.forward",
+    r"titan_moe::plan_local": "dispatch.forward|dispatch.backward",  # and this, which finds what it returned before
     r"aten::scaled_dot_product_attention": "attention.forward|attention.backward",  # made again
     r"aten::topk": "router.forward|router.backward",
 }

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
-from titan_moe.moe.layer import FusedRoutedExperts
+from titan_moe.moe.layer import FusedMoE, FusedRoutedExperts
 from titan_moe.moe.moving import Moving
 from titan_moe.phases import OTHER, Phases, nodes_of
 from titan_moe.pipeline import Pipeline
@@ -30,7 +30,6 @@ PHASES = {
     rf"norm|{LAYER}\.(?:attention_norm|ffn_norm|enorm|hnorm|mtp_norm)": "norms",
     rf"{LAYER}\.attention": "attention",
     rf"{LAYER}\.feed_forward": "dense",
-    rf"{LAYER}\.moe\.router": "router",
     rf"{LAYER}\.moe\.shared_experts": "shared_expert",
     rf"{LAYER}\.moe\.routed_experts\.inner_experts": "experts",
     rf"{LAYER}\.eh_proj": "mtp",
@@ -52,8 +51,9 @@ def watch(phases: Phases, model_parts: Iterable[nn.Module], pipeline: Pipeline |
             call = module._compiled_call_impl or module._call_impl
             module._compiled_call_impl = phases.around(call, name)
         for module in part.modules():
-            if isinstance(module, FusedRoutedExperts):
-                _watch_dispatcher(phases, module)
+            if isinstance(module, FusedMoE):
+                module.route = phases.around(module.route, "router")  # the router, load counts, auxiliary losses
+                _watch_dispatcher(phases, module.routed_experts)
         for group in _fsdp_groups(part):
             for name in FSDP_CALLS:
                 setattr(group, name, phases.inside(getattr(group, name), "fsdp"))
