@@ -44,11 +44,13 @@ from titan_moe.mistakes import readable
 from titan_moe.model import build_model, init_weights
 from titan_moe.moe.replay import Replay
 from titan_moe.optimizer import Optimizers, apply_hyperparameters, build_lr_schedulers, build_optimizers
+from titan_moe.phases import Phases
 from titan_moe.pipeline import Pipeline
 from titan_moe.plan import flops
 from titan_moe.preflight import list_sources
 from titan_moe.sources.record import save as save_record
 from titan_moe.stop import Stop
+from titan_moe.telemetry import Telemetry
 from titan_moe.tokenizer import build_tokenizer
 from titan_moe.validation import validate
 
@@ -72,6 +74,7 @@ class Run:
     validation_dataloader: PackedDataLoader | None
     checkpointer: VerifiedCheckpoints
     metrics: Metrics
+    telemetry: Telemetry
     progress: Progress
     stop: Stop
     spmd_context: dist_utils.SpmdContext
@@ -116,7 +119,8 @@ def build(config: Config) -> Run:
         part.train()
 
     # 7) loss, optimizer, schedule
-    loss_fn = build_loss(config, model_parts[-1])
+    phases = Phases()
+    loss_fn = phases.around(build_loss(config, model_parts[-1]), "loss")
     if pipeline is not None:
         pipeline.loss_fn = loss_fn
     optimizers = build_optimizers(config, model_parts, parallel_dims)
@@ -141,7 +145,10 @@ def build(config: Config) -> Run:
     if dist.get_rank() == 0:
         (folder / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
         save_record(listing, folder)
-    metrics = Metrics(config, folder, attempt, sum(terms.values()), writes=dist.get_rank() == 0)
+    metrics = Metrics(config, folder, attempt, sum(terms.values()), phases, writes=dist.get_rank() == 0)
+    skipped_documents = partial(dataloader.statistics, parallel_dims.get_optional_mesh("batch"), device)
+    health = optimizers.balancer.health
+    sources = [lambda: health.statistics(progress.step / config.training.steps), skipped_documents]
 
     startup.report(config, parallel_dims, folder, attempt, metrics, total, active)
     return Run(
@@ -160,6 +167,7 @@ def build(config: Config) -> Run:
         validation_dataloader=validation_dataloader,
         checkpointer=checkpointer,
         metrics=metrics,
+        telemetry=Telemetry(config, folder, phases, model_parts, pipeline, device, sources),
         progress=progress,
         stop=Stop(config, folder, device, checkpointer),
         spmd_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims),
@@ -194,10 +202,11 @@ def train(run: Run) -> None:
         # Logging reads the guard's verdict, and may stop the run for it: before such a step could be saved.
         logs = validates or saves or last or stops or step == first_step or step % config.metrics.log_freq == 0
 
-        train_step(run, batches, validates=validates, logs=logs)
+        with run.telemetry.step(step, logs=logs):
+            train_step(run, batches, validates=validates, logs=logs)
 
         # Once in a while: save a checkpoint (all ranks participate).
-        with run.metrics.outside_training():
+        with run.telemetry.phase("checkpoint"):
             run.stop.save(step, last=last, stops=stops)
 
         if step == first_step:  # lazy initialization is over, so a collective that hangs from here on is a fault
@@ -205,10 +214,10 @@ def train(run: Run) -> None:
 
 
 def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: bool) -> None:
-    config, parallel_dims, metrics = run.config, run.parallel_dims, run.metrics
+    config, parallel_dims, phase = run.config, run.parallel_dims, run.telemetry.phase
 
     # Data of the whole step, so that every microbatch's loss is divided by the same number of tokens.
-    with metrics.waiting_for_data():
+    with phase("data"):
         microbatches = [to_device(next(batches), run.device) for _ in range(run.microbatches)]
     local_tokens = sum(labels_BL.numel() for _, labels_BL in microbatches)
     local_valid = torch.stack([(labels_BL != IGNORE_INDEX).sum() for _, labels_BL in microbatches]).sum()
@@ -225,19 +234,21 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
         parts = run.replay.until_it_fits(partial(compute, microbatches), f"step {run.progress.step}", run.guard.discard)
 
     # Optimizer, after clipping by the norm over all parameters, each counted once on every mesh.
-    grad_norm = dist_utils.clip_grad_norm_(
-        [parameter for part in run.model_parts for parameter in part.parameters()],
-        config.training.max_norm,
-        foreach=True,
-        pp_mesh=parallel_dims.get_optional_mesh("pp"),
-        ep_enabled=parallel_dims.ep_enabled,
-    )
-    run.checkpointer.maybe_wait_for_staging()
-    skip = run.guard.judge(parts["loss"], grad_norm)  # on the device; the host hears of it in the next step
-    lr = run.optimizers.optimizers[0].param_groups[0]["lr"]
-    run.optimizers.step(skip=skip)
-    run.optimizers.zero_grad()
-    metrics.count(local_tokens / parallel_dims.non_data_parallel_size)  # its share of the tokens that it helps with
+    with phase("clip"):
+        grad_norm = dist_utils.clip_grad_norm_(
+            [parameter for part in run.model_parts for parameter in part.parameters()],
+            config.training.max_norm,
+            foreach=True,
+            pp_mesh=parallel_dims.get_optional_mesh("pp"),
+            ep_enabled=parallel_dims.ep_enabled,
+        )
+    with phase("optimizer"):
+        run.checkpointer.maybe_wait_for_staging()
+        skip = run.guard.judge(parts["loss"], grad_norm)  # on the device; the host hears of it in the next step
+        lr = run.optimizers.optimizers[0].param_groups[0]["lr"]
+        run.optimizers.step(skip=skip)
+        run.optimizers.zero_grad()
+    run.metrics.count(local_tokens / parallel_dims.non_data_parallel_size)  # its share of the tokens it helps with
     run.progress.tokens_seen += local_tokens * (1 if batch_mesh is None else batch_mesh.size())
 
     # Once in a while: tell (all ranks participate; rank 0 writes).
@@ -246,16 +257,15 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
         parts = {name: parallel.sum_of_sequence(parallel_dims, part) for name, part in parts.items()}
         max_loss = dist_utils.dist_max(parts["loss"] * global_valid / local_valid.clamp(min=1), batch_mesh)
         means = {name: dist_utils.dist_sum(part, batch_mesh) for name, part in parts.items()}
-        with metrics.outside_training():  # only now: reading the loss has waited for the step to end on the device
+        with phase("validation"):  # only now: reading the loss has waited for the step to end on the device
             validation_loss = validate(run, evaluate) if validates else None
-        metrics.log(
+        run.metrics.log(
             run.progress.step,
             max_loss=max_loss,
             grad_norm=float(grad_norm),
             lr=lr,
             **means,
-            **run.optimizers.balancer.health.statistics(run.progress.step / config.training.steps),
-            **run.dataloader.statistics(batch_mesh, run.device),
+            **run.telemetry.statistics(),
             skipped_steps=run.guard.skipped,
             overflow_replays=run.replay.repeats,
             tokens_seen=run.progress.tokens_seen,
@@ -274,7 +284,8 @@ def forward_backward(run: Run, microbatches: list[Batch], valid_tokens: torch.Te
         parallel.gradient_sync(run.model_parts[0], run.config, last=i == len(microbatches))
         with run.spmd_context():
             loss, more = forward(run, batch, valid_tokens)
-            loss.backward()
+            with run.telemetry.backward():
+                loss.backward()
         parts = {name: part + parts.get(name, 0) for name, part in more.items()}
     return parts
 

@@ -95,7 +95,7 @@ class Variant:
 
     def wait(self) -> None:
         """From here to the next step time is not this run's."""
-        self.others.enter_context(self.run.metrics.outside_training())
+        self.others.enter_context(self.run.telemetry.phase("validation"))
 
     def step(self, last: bool) -> None:
         self.others.close()

@@ -10,9 +10,11 @@ from titan_moe.runtime import DeviceMemory
 import pytest
 
 from titan_moe import metrics as metrics_module
+from titan_moe import phases as phases_module
 from titan_moe.config import Config
 from titan_moe.metrics import Metrics, read_metrics
 from titan_moe.moe import te
+from titan_moe.phases import Phases
 from titan_moe.startup import peak
 
 # torchtitan's own pattern for the losses in a log (scripts/loss_compare.py of 0.2.2).
@@ -30,6 +32,7 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(metrics_module, "time", clock)
+    monkeypatch.setattr(phases_module, "time", clock)
     return clock
 
 
@@ -39,7 +42,7 @@ def make(folder, attempt=1, flops_per_token=10**9, tensorboard=False, wandb=Fals
     config.metrics.enable_tensorboard = tensorboard
     config.metrics.enable_wandb, config.metrics.enable_trackio = wandb, trackio
     config.metrics.disable_color_printing = True
-    return Metrics(config, folder, attempt, flops_per_token, writes=True)
+    return Metrics(config, folder, attempt, flops_per_token, Phases(), writes=True)
 
 
 def log(metrics: Metrics, step: int, loss: float = 2.5, **more) -> None:
@@ -52,13 +55,13 @@ def test_rates_count_training_time_only(tmp_path, clock):
     for _ in range(8):
         metrics.count(100)
     clock.now += 4
-    with metrics.outside_training():
+    with metrics.phases.whole("validation"):
         clock.now += 6
     log(metrics, 13)
     record = read_metrics(tmp_path)[13]
     assert record["tps"] == 200 and record["step_s"] == 0.5 and record["tflops"] == 0.2 and record["time_s"] == 10
     metrics.count(100)
-    with metrics.waiting_for_data():
+    with metrics.phases.whole("data"):
         clock.now += 1
     clock.now += 1
     log(metrics, 14)
@@ -186,6 +189,6 @@ def test_mfu_is_of_the_peak_of_what_computes(monkeypatch, device, recipe, backen
     config.precision.recipe, config.precision.backend = recipe, backend
     memory.device_name = device
     monkeypatch.setattr(metrics_module, "DeviceMemory", lambda: memory)
-    metrics = Metrics(config, Path("unused"), 1, 1.0, writes=False)
+    metrics = Metrics(config, Path("unused"), 1, 1.0, Phases(), writes=False)
     assert metrics.precision == precision and metrics.peak_flops == (None if tflops is None else tflops * 1e12)
     assert peak(metrics) == ("unknown" if tflops is None else f"{tflops:,} {precision} TFLOP/s")

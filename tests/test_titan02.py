@@ -212,8 +212,8 @@ def test_print_config_in_a_file_is_what_users_of_0_2_write(tmp_path: Path) -> No
 
 
 def test_a_typo_in_a_section_of_0_2(tmp_path: Path) -> None:
-    loaded = read(tmp_path, "[profiling]\nenable_profilng = true\n[quantize.linear.int4]\nx = 1\n")
-    assert told(loaded.problems) == ["unknown key profiling.enable_profilng", "unknown section [quantize.linear.int4]"]
+    loaded = read(tmp_path, "[memory_estimation]\nenabel = true\n[quantize.linear.int4]\nx = 1\n")
+    assert told(loaded.problems) == ["unknown key memory_estimation.enabel", "unknown section [quantize.linear.int4]"]
 
 
 def test_the_docs_are_current() -> None:

@@ -510,6 +510,40 @@ class Metrics:
 
 
 @dataclass(kw_only=True)
+class Profiling:
+    step: int | None = None
+    """Record this one step with torch's profiler: a trace of each rank in the run folder, see docs/profiling.md"""
+
+    enable_profiling: bool = False
+    """Record a trace every profile_freq steps"""
+
+    save_traces_folder: str = "profile_traces"
+    """Folder of the traces inside the run folder"""
+
+    profile_freq: int = 10
+    """Steps from one trace, or memory snapshot, to the next"""
+
+    profiler_active: int = 1
+    """Steps in one trace, the last of which is a multiple of profile_freq"""
+
+    profiler_warmup: int = 3
+    """Steps before them that the profiler runs and forgets, because its own start takes time"""
+
+    ranks: list[int] = field(default_factory=list)
+    """Ranks that record; empty: all"""
+
+    enable_memory_snapshot: bool = False
+    """Keep a history of the GPU's allocations, and write it every profile_freq steps, at `step`, and when memory runs
+    out. Left out on a CPU"""
+
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the memory snapshots inside the run folder"""
+
+    nvtx: bool = False
+    """Show the phases of each step to Nsight Systems, as NVTX ranges. Left out on a CPU"""
+
+
+@dataclass(kw_only=True)
 class Comm:
     mode: Literal["default", "fake_backend"] = "default"
     """"fake_backend", on run_train.sh's command line: a dry run. One process builds rank RANK of NNODES x NGPU (or of
@@ -593,6 +627,7 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     guards: Guards = field(default_factory=Guards)
     debug: Debug = field(default_factory=Debug)

@@ -21,6 +21,7 @@ from titan_moe import (
     overlap_check,
     pipeline_check,
     precision_check,
+    profiling_check,
     recompute_facts,
     te_ep_check,
     te_precision_check,
@@ -58,7 +59,8 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "parallelism.fsdp_prefetch_layers "
         "parallelism.expert_parallel_degree parallelism.tensor_parallel_degree parallelism.context_parallel_degree "
         "parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_microbatch_size "
-        "moe.ranks_per_node checkpoint.interval metrics.log_freq plan.gpus",
+        "moe.ranks_per_node checkpoint.interval metrics.log_freq plan.gpus "
+        "profiling.step profiling.profile_freq profiling.profiler_active",
     ),
     (
         "must be at least 1, and at most ten years: 315,360,000",
@@ -73,7 +75,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "optimizer.weight_decay lr_scheduler.warmup_steps "
         "training.dataloader.num_workers comm.hang_seconds comm.trace_buf_size "
         "debug.comm_delay_ns_per_byte "
-        "guards.max_skipped_steps guards.spike_sigma guards.corruption_check_every",
+        "guards.max_skipped_steps guards.spike_sigma guards.corruption_check_every profiling.profiler_warmup",
     ),
     (
         "must be greater than 0",
@@ -109,6 +111,15 @@ NEEDS_GPU: dict[str, tuple[str, tuple[str, ...]]] = {
 """Values that only a GPU can do, behind the one to choose elsewhere"""
 
 
+FOLDERS = (
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
+)
+"""Inside the run folder"""
+
+
 def check(config: Config, world_size: int, *, accelerator: bool = False) -> list[str]:
     """Everything that does not fit together when `world_size` processes train `config`; empty when all does.
     `accelerator`: they are known to have one each."""
@@ -132,6 +143,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += te_precision_check.check(config)
     found += optimizer_check.check(config)
     found += export_check.check(config, flavor)
+    found += profiling_check.check(config, world_size, unsound)
     found += _recompute(config, flavor)
     found += _corruption(config)
     found += _lengths(config, flavor.max_seq_len)
@@ -231,7 +243,7 @@ def _files(config: Config) -> list[str]:
     if not config.training.dataset and not config.training.mixture:
         found.append('training.dataset = "": must name a dataset, for example "python_stdlib"')
     found += mixture_check.check(config.training.mixture)
-    for path in ("checkpoint.folder", "metrics.save_tb_folder"):
+    for path in FOLDERS:
         folder = attrgetter(path)(config)
         parts = PurePath(folder.strip()).parts
         if not parts or parts[0] == "/" or ".." in parts:

@@ -11,8 +11,6 @@ Only rank 0 writes. Units: tokens and seconds of one rank; tps is tokens per sec
 import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,11 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor
 
 from titan_moe.config import Config
+from titan_moe.phases import Phases
 from titan_moe.trackers import Guarded, JsonLines, dashboards
+
+OUTSIDE_TRAINING = ("validation", "checkpoint", "profile")
+"""Phases whose time does not count against the throughput"""
 
 
 class Metrics:
@@ -30,11 +32,13 @@ class Metrics:
 
     `flops_per_token` are model FLOPs of forward and backward, attention counted as causal (plan/flops.py); MFU is
     against the device's dense peak in the recipe that its GEMMs compute in (`DeviceMemory.precision`), also where only
-    some of them do; n/a when unknown.
+    some of them do; n/a when unknown. `phases` know the time that was spent on data, and outside of training.
     """
 
-    def __init__(self, config: Config, run_folder: Path, attempt: int, flops_per_token: float, writes: bool) -> None:
-        self.config, self.attempt, self.flops_per_token = config, attempt, flops_per_token
+    def __init__(
+        self, config: Config, run_folder: Path, attempt: int, flops_per_token: float, phases: Phases, writes: bool
+    ) -> None:
+        self.config, self.attempt, self.flops_per_token, self.phases = config, attempt, flops_per_token, phases
         self.memory = DeviceMemory()
         self.precision, self.peak_flops = self.memory.precision(config), self.memory.peak_flops(config)
         self.color = NoColor() if config.metrics.disable_color_printing else Color()
@@ -45,21 +49,8 @@ class Metrics:
 
     def _restart_interval(self) -> None:
         self.tokens, self.steps = 0.0, 0
-        self.data_seconds = self.other_seconds = 0.0
+        self.phases.host_seconds.clear()
         self.interval_started = time.perf_counter()
-
-    @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.data_seconds += time.perf_counter() - start
-
-    @contextmanager
-    def outside_training(self) -> Iterator[None]:
-        """Time spent inside (validation, checkpoints) does not count against the throughput."""
-        start = time.perf_counter()
-        yield
-        self.other_seconds += time.perf_counter() - start
 
     def count(self, tokens: float) -> None:
         """One more optimizer step, over `tokens` tokens of this rank."""
@@ -80,11 +71,12 @@ class Metrics:
     ) -> None:
         """Write the line of `step`. `more`: further quantities of the caller, by name, into metrics.jsonl and
         dashboards: numbers, and the experts' loads as lists."""
-        seconds = time.perf_counter() - self.interval_started - self.other_seconds
+        spent = self.phases.host_seconds
+        seconds = time.perf_counter() - self.interval_started - sum(spent[name] for name in OUTSIDE_TRAINING)
         tps = self.tokens / seconds
         tflops = self.flops_per_token * tps / 1e12
         mfu = None if self.peak_flops is None else 100 * self.flops_per_token * tps / self.peak_flops
-        data_percent = 100 * self.data_seconds / seconds
+        data_percent = 100 * spent["data"] / seconds
         memory = self.memory.peak()
         if self.file is not None:
             record = {
@@ -143,7 +135,7 @@ class Metrics:
             "tflops": record["tflops"],
             "mfu(%)": record["mfu"],
             "time_metrics/end_to_end(s)": record["step_s"],
-            "time_metrics/data_loading(s)": self.data_seconds / self.steps,
+            "time_metrics/data_loading(s)": self.phases.host_seconds["data"] / self.steps,
             "time_metrics/data_loading(%)": record["data_percent"],
             **memory,
             "n_tokens_seen": record["tokens_seen"],

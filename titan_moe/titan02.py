@@ -70,6 +70,8 @@ _SAME = """
     checkpoint.initial_load_model_only checkpoint.last_save_model_only checkpoint.export_dtype checkpoint.async_mode
     checkpoint.keep_latest_k checkpoint.load_step checkpoint.create_seed_checkpoint checkpoint.load_only
     compile.enable compile.components compile.backend
+    profiling.enable_profiling profiling.save_traces_folder profiling.profile_freq profiling.profiler_active
+    profiling.profiler_warmup profiling.enable_memory_snapshot profiling.save_memory_snapshot_folder
     metrics.log_freq metrics.enable_tensorboard metrics.enable_wandb metrics.disable_color_printing
     metrics.save_tb_folder
     comm.init_timeout_seconds comm.train_timeout_seconds comm.trace_buf_size comm.mode
@@ -83,9 +85,6 @@ PRINT = Ignored(
     "./run_train.sh CONFIG.toml --print_config prints the configuration and stops; a run keeps it as config.toml",
     (False,),
 )
-NO_PROFILER = Ignored("this trainer starts no profiler; metrics.jsonl has the times of every logged step", (False,))
-ONLY_PROFILER = Ignored("only says how torchtitan's profiler works", ("profile_trace", "profile_traces", 10, 1, 3))
-NO_SNAPSHOT = Ignored("no memory snapshot is written; each logged step has the peak memory", (False,))
 NO_FLOAT8 = Ignored("does something only with model.converters, which this trainer has not")
 FROM_HF = Refused(
     "a Hugging Face folder is known by its files; name it with checkpoint.initial_load_path, and leave this out",
@@ -103,7 +102,7 @@ C4 = Refused(
 )
 
 CHANGED: dict[str, Change] = {
-    # job, profiling, metrics
+    # job, metrics
     "job.dump_folder": Differs(
         "is the folder of this one run, and another run in it is refused; without the key every run gets a new folder "
         "under ./outputs",
@@ -113,13 +112,6 @@ CHANGED: dict[str, Change] = {
     "job.print_args": PRINT,
     "job.save_config_file": Ignored("every run keeps its configuration as config.toml in its folder", ("",)),
     "job.custom_config_module": OWN_MODULE,
-    "profiling.enable_profiling": NO_PROFILER,
-    "profiling.save_traces_folder": ONLY_PROFILER,
-    "profiling.profile_freq": ONLY_PROFILER,
-    "profiling.profiler_active": ONLY_PROFILER,
-    "profiling.profiler_warmup": ONLY_PROFILER,
-    "profiling.enable_memory_snapshot": NO_SNAPSHOT,
-    "profiling.save_memory_snapshot_folder": Ignored("no memory snapshot is written", ("memory_snapshot",)),
     "metrics.save_for_all_ranks": Ignored("rank 0 writes what was reduced over all ranks", (False,)),
     # model
     "model.flavor": Differs(
@@ -225,8 +217,8 @@ CHANGED: dict[str, Change] = {
     "training.debug_moe_force_load_balance": Translated("moe.force_balance", ((False, None), (True, "round_robin"))),
 }
 
-FORMER = {"plan.precision": Renamed("precision.recipe")}
-"""Keys that this trainer had before, and 0.2 never"""
+FORMER = {"plan.precision": Renamed("precision.recipe"), "profile.step": Renamed("profiling.step")}
+"""Keys that this trainer had before, or was said to have, and 0.2 never"""
 
 DEFAULTS = {
     "job.dump_folder": "./outputs",

@@ -3,7 +3,7 @@ conftest.py)."""
 
 from pathlib import Path
 
-from tests.distributed.edits import edited_copies
+from tests.distributed.edits import edited_copies, slow_copy
 from tests.distributed.harness import Case
 
 BIAS_OFF = "--moe.load_balance_coeff=0"
@@ -197,8 +197,14 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "emulated_mxfp8": [EP2, *MXFP8, BF16, "--training.steps=3", SELECTIVE],
     }
     few_labels = Case([EP2], few_labels=True)
+    slow_rank = Case([EP2, NONE, "--profiling.step=3", "--profiling.ranks=1"], slow_copy(out / "edits" / "slow_rank"))
     overflow = Case([EP2, MTP1, FULL, "--moe.recv_buffer=1.4"], overflow=True)
-    more = {"few_labels": few_labels, "overflow": overflow, "tp2_stops": Case([TP2], stops=True)}
+    more = {
+        "few_labels": few_labels,
+        "overflow": overflow,
+        "tp2_stops": Case([TP2], stops=True),
+        "slow_rank": slow_rank,
+    }
     return {name: Case(argv) for name, argv in argvs.items()} | more
 
 

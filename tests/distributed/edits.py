@@ -2,7 +2,9 @@
 
 import re
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 from tests.distributed.harness import REPO
 
@@ -27,3 +29,35 @@ def edited_copies(folder: Path) -> dict[str, Path]:
         assert applied.returncode == 0, f"README's edit {name} does not apply: {applied.stderr}"
         copies[name] = copy
     return copies
+
+
+SLOWER = 0.05
+"""Seconds that rank 1 sleeps in each forward of a layer's experts, in `slow_copy`"""
+
+
+def slow_copy(folder: Path) -> Path:
+    """train.py with a rank whose experts are slow."""
+    text, built = (REPO / "train.py").read_text(), "    run = build(config)\n"
+    assert text.count(built) == 1
+    copy = folder / "train.py"
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_text(
+        text.replace(built, f"{built}    from tests.distributed.edits import slow_experts\n\n    slow_experts(run)\n")
+    )
+    return copy
+
+
+def slow_experts(run: Any) -> None:
+    from titan_moe.moe.layer import moe_layers  # no other edit needs torch
+
+    def slowed(forward):
+        def slow(*args):
+            time.sleep(SLOWER)
+            return forward(*args)
+
+        return slow
+
+    if run.telemetry.profiling.rank == 1:
+        for moe in moe_layers(run.model_parts[0]).values():
+            experts = moe.routed_experts.inner_experts
+            experts.forward = slowed(experts.forward)

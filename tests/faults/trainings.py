@@ -26,6 +26,8 @@ SCHEDULE_100 = "--lr_scheduler.total_steps=100"  # it must not follow training.s
 SAVING = ["--checkpoint.enable", "--checkpoint.interval=1000"]  # at the end of each part
 NOT_REPEATED = {"attempt", "tps", "tflops", "mfu", "time_s", "step_s", "data_percent", "memory_gib"}
 """What metrics.jsonl has that no two runs share"""
+TIMES = ("phase", "slowest_rank", "comm/")
+"""And what else has names that begin like this"""
 
 
 @dataclass
@@ -78,7 +80,10 @@ def run_all(trainings: Sequence[Training], out: Path) -> str:
 
 def repeated(metrics: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Of metrics.jsonl, what a run has to repeat."""
-    return {step: {k: v for k, v in record.items() if k not in NOT_REPEATED} for step, record in metrics.items()}
+    return {
+        step: {k: v for k, v in record.items() if k not in NOT_REPEATED and not k.startswith(TIMES)}
+        for step, record in metrics.items()
+    }
 
 
 def consumed(out: Path, names: Sequence[str]) -> list[list[int]]:

@@ -111,7 +111,8 @@ def build(config: Config, world_size: int, rank: int, fake: FakeTensorMode) -> t
         dataloader=cast(Any, None),
         validation_dataloader=None,
         checkpointer=cast(Any, SimpleNamespace(maybe_wait_for_staging=lambda: None)),
-        metrics=cast(Any, SimpleNamespace(waiting_for_data=nullcontext, count=lambda tokens: None)),
+        metrics=cast(Any, SimpleNamespace(count=lambda tokens: None)),
+        telemetry=cast(Any, SimpleNamespace(phase=nullcontext, backward=nullcontext)),
         progress=progress,
         stop=cast(Any, SimpleNamespace(sum_over_ranks=sum_over_ranks)),
         replay=Replay("exact", model_parts, gpu.DEVICE),  # an even load overflows nothing
