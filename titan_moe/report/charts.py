@@ -41,7 +41,7 @@ CHARTS = (
     Chart("Throughput", "tokens/s per device", {"tps": ""}, group="speed", smooth=True),
     Chart("MFU", "% of the dense peak", {"mfu": ""}, group="speed", smooth=True),
     Chart("Model FLOPs", "TFLOPS per device", {"tflops": ""}, group="speed", smooth=True, instead_of="mfu"),
-    Chart("Step time", "s", {"step_s": ""}, group="speed", log=True, smooth=True),
+    Chart("Step time", "s", {"step_s": ""}, group="speed", smooth=True),
     Chart("Memory", "GiB, peak of rank 0", {"memory_gib": ""}, group="speed"),
     Chart("Waiting for data", "% of the time", {"data_percent": ""}, group="speed", smooth=True),
     Chart(
@@ -69,9 +69,7 @@ CHARTS = (
     ),
     Chart("Activations offloaded", "GB per step", {"offload/bytes": ""}, group="speed", scale=1e-9),
     Chart("Waiting for offloaded activations", "s per step", {"offload/wait_s": ""}, group="speed", smooth=True),
-    Chart(
-        "Heaviest expert", "load over the mean of its layer, worst layer", {"moe_max/mean": ""}, group="moe", log=True
-    ),
+    Chart("Heaviest expert", "load over the mean of its layer, worst layer", {"moe_max/mean": ""}, group="moe"),
     Chart(
         "MaxVio",
         "heaviest load over mean, less 1",

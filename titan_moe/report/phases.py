@@ -20,8 +20,8 @@ RECENT = 1000
 """Lines that tell which rank is slow"""
 WHOLE = "step"
 """The step as a whole, which the others are parts of"""
-ORDER = ("attention", "router", "dispatch", "experts", "combine", "shared_expert", "dense", "norms/other", "embedding")
-ORDER += ("loss", "clip", "optimizer", "data", "validation", "checkpoint", "other")
+ORDER = ("attention", "router", "dispatch", "experts", "combine", "shared_expert", "dense", "norms", "embedding")
+ORDER += ("loss", "fsdp", "clip", "optimizer", "data", "validation", "checkpoint", "other")
 """From the bottom of a bar upwards; phases that are not listed come before "other" """
 
 

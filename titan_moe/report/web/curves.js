@@ -43,7 +43,7 @@ function short(value) {
   if (size >= 1e9) return `${+(value / 1e9).toPrecision(4)}B`;
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(4)}M`;
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(4)}k`;
-  return size < 1e-3 ? value.toExponential(0) : String(+value.toPrecision(4));
+  return size < 1e-3 ? value.toExponential(1).replace(".0e", "e") : String(+value.toPrecision(4));
 }
 
 // Restarts from top to bottom; with `events` checkpoints at the bottom and skipped steps at the top too.
@@ -160,7 +160,7 @@ class CurveChart {
       ...this.size(),
       padding: [8, 28, 0, 0],
       legend: { show: false },
-      scales: { x: { time: false, range: () => range() }, y: log ? { distr: 3 } : {} },
+      scales: { x: { time: false, range: () => range() }, y: log ? { distr: 3, range: (u, min, max) => [min / 1.1, max * 1.1] } : {} },
       axes: axes(),
       series: [{}, ...layers.map((layer) => this.series(layer))],
       cursor: {
