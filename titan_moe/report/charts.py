@@ -28,6 +28,8 @@ class Chart:
     """Offers a logarithmic axis"""
     smooth: bool = False
     """Is noise around a mean, which the slider smooths"""
+    rare: bool = False
+    """Is shown only where it is not 0 all the time"""
     instead_of: str = ""
     """Is shown only where this key has no values"""
     scale: float = 1.0
@@ -42,6 +44,14 @@ CHARTS = (
     Chart("MFU", "% of the dense peak", {"mfu": ""}, group="speed", smooth=True),
     Chart("Model FLOPs", "TFLOPS per device", {"tflops": ""}, group="speed", smooth=True, instead_of="mfu"),
     Chart("Step time", "s", {"step_s": ""}, group="speed", smooth=True),
+    Chart(
+        "Slowest rank",
+        "s per step above the mean, waiting left out",
+        {"slowest_rank_s": ""},
+        group="speed",
+        smooth=True,
+    ),
+    Chart("Which rank is slowest", "its number", {"slowest_rank": ""}, group="speed"),
     Chart("Memory", "GiB, peak of rank 0", {"memory_gib": ""}, group="speed"),
     Chart("Waiting for data", "% of the time", {"data_percent": ""}, group="speed", smooth=True),
     Chart(
@@ -85,7 +95,7 @@ CHARTS = (
         group="moe",
     ),
     Chart("Router bias", "range over all layers", {"moe_bias_max": "largest", "moe_bias_min": "smallest"}, group="moe"),
-    Chart("Dropped copies", "% of all", {"moe_dropped": ""}, group="moe", scale=100),
+    Chart("Dropped copies", "% of all", {"moe_dropped": ""}, group="moe", scale=100, rare=True),
     Chart("Auxiliary loss", "", {"moe_aux_loss": ""}, group="moe", smooth=True),
     Chart(
         "Ranks that a token goes to",
@@ -94,7 +104,7 @@ CHARTS = (
         group="moe",
     ),
     Chart("Padded over valid rows", "", {"comm/padded_over_valid": ""}, group="moe"),
-    Chart("Overflow replays", "since the start", {"overflow_replays": ""}, group="moe"),
+    Chart("Overflow replays", "since the start", {"overflow_replays": ""}, group="moe", rare=True),
 )
 GROUPS = {"training": "Training", "speed": "Speed", "moe": "Mixture of experts", "other": "Everything else"}
 QUIET = {"max_loss", "time_s", "tokens_seen", "skipped_steps"}
@@ -111,6 +121,8 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
         if chart.title == "Loss":  # of further validation sets
             more = sorted({key for run in runs for key in run.series if key.startswith("validation_loss/")})
             curves |= {key: key.removeprefix("validation_loss/") for key in more}
+        if chart.rare and not any(any(run.series[key].values) for run in runs for key in curves if key in run.series):
+            continue
         if curves:
             found.append(replace(chart, curves=curves))
     shown = QUIET | {key for chart in [*CHARTS, *found] for key in chart.curves}

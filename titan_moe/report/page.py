@@ -36,9 +36,11 @@ def make(runs: Sequence[Run], refresh: float | None = None) -> str:
     sections = {
         "numbers": f"<section id='numbers'><h2 class='aside'>Key numbers</h2>{tables.tiles(runs)}</section>",
         "notices": _notices(runs),
-        "groups": _groups(chosen, left_out),
+        "training": _group("training", chosen),
         "phases": _phases(runs, comparisons),
         "experts": _experts(runs),
+        "others": "".join(_group(name, chosen) for name in charts.GROUPS if name != "training"),
+        "left out": _left_out(left_out),
         "plan": _plan(runs, comparisons),
         "values": _section("values", "Last values", tables.last_values(runs, chosen)) if chosen else "",
         "config": _config(runs),
@@ -161,14 +163,16 @@ def _notices(runs: Sequence[Run]) -> str:
     return _section("notices", "To look at", f"<ul>{''.join(found)}</ul>") if found else ""
 
 
-def _groups(chosen: Sequence[charts.Chart], left_out: Sequence[str]) -> str:
-    found = ""
-    for group, title in charts.GROUPS.items():
-        if any(chart.group == group for chart in chosen):
-            found += f"<section id='{group}'><h2>{title}</h2><div class='grid' data-group='{group}'></div></section>"
-    if left_out:
-        found += f"<p class='note'>Not drawn, because there are so many: {text(', '.join(left_out))}</p>"
-    return found
+def _group(name: str, chosen: Sequence[charts.Chart]) -> str:
+    if not any(chart.group == name for chart in chosen):
+        return ""
+    return _section(name, charts.GROUPS[name], f"<div class='grid' data-group='{name}'></div>")
+
+
+def _left_out(quantities: Sequence[str]) -> str:
+    if not quantities:
+        return ""
+    return f"<p class='note'>Not drawn, because there are so many: {text(', '.join(quantities))}</p>"
 
 
 def _phases(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
@@ -176,15 +180,15 @@ def _phases(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
         return ""
     content = "<div id='phase-chart'></div>"
     for run, comparison in zip(runs, comparisons):
-        found = phases.table(run)
+        found = phases.inside(run)
         if not found:
             continue
-        name, opened = (f"{text(run.name)}: ", "") if len(runs) > 1 else ("", " open")
-        content += f"<h3>{name}a step, over the last quarter of the run</h3>"
+        name = f"{text(run.name)}: a" if len(runs) > 1 else "A"
+        content += f"<h3>{name} step, over the last quarter of the run</h3>"
         content += _stack({phase.name: phase.seconds for phase in found}, "measured, mean of the ranks")
         if comparison.parts:
             content += _stack(comparison.parts, "predicted")
-        content += f"<details{opened}><summary>Seconds per phase</summary>{tables.phase_table(run)}</details>"
+        content += f"<details><summary>Seconds per phase</summary>{tables.phase_table(run)}</details>"
     return _section("phases", "Where the time goes", content)
 
 

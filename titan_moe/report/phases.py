@@ -18,10 +18,12 @@ MOST = 40
 """Phases that are shown"""
 RECENT = 1000
 """Lines that tell which rank is slow"""
+OUTSIDE = ("validation", "checkpoint", "profile")
+"""Phases once in a while, which are no part of a step's time: only the table has them"""
 WHOLE = "step"
 """The step as a whole, which the others are parts of"""
 ORDER = ("attention", "router", "dispatch", "experts", "combine", "shared_expert", "dense", "norms", "embedding")
-ORDER += ("loss", "fsdp", "clip", "optimizer", "data", "validation", "checkpoint", "other")
+ORDER += ("loss", "fsdp", "clip", "optimizer", "data", "other")
 """From the bottom of a bar upwards; phases that are not listed come before "other" """
 
 
@@ -59,7 +61,7 @@ def _parts(run: Run, kind: str, name: str) -> list[Series]:
 
 
 def table(run: Run) -> list[Phase]:
-    """All phases, the longest first."""
+    """All phases, the longest first, those outside of a step last."""
     found = []
     for name in names(run):
         slowest = [value for part in _parts(run, "phase_max", name) if (value := typical(part)) is not None]
@@ -75,7 +77,12 @@ def table(run: Run) -> list[Phase]:
                 int(ranks.most_common(1)[0][0]) if ranks else None,
             )
         )
-    return sorted(found, key=lambda phase: -phase.seconds)
+    return sorted(found, key=lambda phase: (phase.name in OUTSIDE, -phase.seconds))
+
+
+def inside(run: Run) -> list[Phase]:
+    """Those that make up a step."""
+    return [phase for phase in table(run) if phase.name not in OUTSIDE]
 
 
 @dataclass(frozen=True)
@@ -90,14 +97,15 @@ class Bars:
 
 def bars(run: Run, most: int = BARS) -> Bars:
     """The phases over the steps, as at most so many bars."""
-    parts = [part for name in names(run) for part in _parts(run, "phase", name)]
+    stacked = [name for name in names(run) if name not in OUTSIDE]
+    parts = [part for name in stacked for part in _parts(run, "phase", name)]
     if not parts:
         return Bars([], {})
     logged = max(parts, key=len).steps
     count = min(most, len(logged))
     ends = [logged[len(logged) * (i + 1) // count - 1] for i in range(count)]
     seconds = {}
-    for name in names(run):
+    for name in stacked:
         totals = [0.0] * count
         for part in _parts(run, "phase", name):
             cuts = [bisect_left(part.steps, end + 1) for end in ends]

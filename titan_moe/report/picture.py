@@ -121,7 +121,7 @@ def _curves(canvas: Canvas, runs: Sequence[Run], title: str, keys: Sequence[str]
 
 
 def _phases(canvas: Canvas, run: Run, x: float, y: float) -> None:
-    found = phases.table(run)[: len(COLORS)]
+    found = phases.inside(run)[: len(COLORS)]
     left, top, right, _ = _frame(canvas, f"Seconds of a step by phase, {run.name[:40]}", x, y)
     left += 60
     high = min(24.0, (PANEL_HEIGHT - 24) / max(len(found), 1))

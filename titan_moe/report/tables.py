@@ -97,10 +97,10 @@ def _range(run: Run, key: str, scale: float) -> str:
 
 def phase_table(run: Run) -> str:
     found = phases.table(run)
-    whole = sum(phase.seconds for phase in found)
+    whole = sum(phase.seconds for phase in phases.inside(run))
     rows = []
     for phase in found:
-        share = f"{phase.seconds / whole:.1%}" if whole else "–"
+        share = f"{phase.seconds / whole:.1%}" if whole and phase.name not in phases.OUTSIDE else "–"
         slowest = "–" if phase.slowest is None else f"{phase.slowest:.4g}"
         rank = "–" if phase.rank is None else f"{phase.rank:,}"
         each = [f"{part:.4g}" if part is not None else "–" for part in (phase.forward, phase.backward, phase.seconds)]

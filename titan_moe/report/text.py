@@ -80,7 +80,7 @@ def _curve(label: str, series: Series | None, width: int) -> str:
 
 
 def _phases(run: Run, width: int) -> list[str]:
-    found = phases.table(run)
+    found = phases.inside(run)
     whole = math.fsum(phase.seconds for phase in found)
     if not whole:
         return []

@@ -37,7 +37,16 @@ class HeatMap {
     this.canvas.onmousemove = (event) => this.tell(event);
     this.canvas.onmouseleave = () => this.tell();
     this.canvas.onclick = (event) => this.map.layer === "" && this.pick(this.map.names[this.cell(event)[1]]);
-    this.pick(CHOICE.layer);
+    this.pick(CHOICE.layer ?? this.worst());
+  }
+
+  // The layer that is most uneven now.
+  worst() {
+    const whole = DATA.runs[this.run].heat[0];
+    if (whole.layer !== "") return whole.layer;
+    const columns = whole.ends.length, bytes = atob(whole.cells);
+    const last = whole.names.map((_, row) => bytes.charCodeAt((row + 1) * columns - 1));
+    return whole.names[last.indexOf(Math.max(...last))];
   }
 
   pick(layer) {

@@ -74,7 +74,8 @@ class PhaseChart {
     if (!u) return;
     const ends = u.data[0], hovers = u.cursor.left >= 0 && u.cursor.idx != null;
     const at = hovers ? u.cursor.idx : ends.length - 1;
-    const told = [element("span", {}, `step ${show(at ? ends[at - 1] + 1 : DATA.first)} to ${show(ends[at])}`)];
+    const from = at ? ends[at - 1] + 1 : DATA.first;
+    const told = [element("span", {}, from < ends[at] ? `steps ${show(from)} to ${show(ends[at])}` : `step ${show(from)}`)];
     this.names.forEach((name, i) => {
       const dot = element("i", { className: "dot" });
       dot.style.background = phaseColor(name);

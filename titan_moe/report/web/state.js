@@ -22,7 +22,7 @@ function show(value) {
 
 // The choices outlive a reload of the page, which --watch makes every few seconds.
 const KEY = `titan_moe.report ${DATA.key.join(" ")}`;
-const CHOICE = { smoothing: 0.6, log: false, zoom: null, hidden: [], run: 0, layer: "", allKeys: false, scroll: 0, open: {} };
+const CHOICE = { smoothing: 0.6, log: false, zoom: null, hidden: [], run: 0, layer: null, allKeys: false, scroll: 0, open: {} };
 try {
   Object.assign(CHOICE, JSON.parse(sessionStorage.getItem(KEY) ?? "{}"));
 } catch {} // no storage here: nothing is remembered
