@@ -157,8 +157,8 @@ def test_phases(tmp_path):
     )
     assert (optimizer.name, optimizer.seconds, optimizer.forward, optimizer.rank) == ("optimizer", 0.1, None, None)
     found = phases.bars(run, most=2)
-    assert found.ends == [1, 3] and list(found.seconds) == ["experts", "optimizer"]
-    assert [round(value, 9) for value in found.seconds["experts"]] == [0.3, 0.75]
+    assert found.ends == [2, 3] and list(found.seconds) == ["experts", "optimizer"]
+    assert [round(value, 9) for value in found.seconds["experts"]] == [0.45, 0.9]
 
 
 def test_loads_become_bytes(tmp_path):

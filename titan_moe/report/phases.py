@@ -102,11 +102,11 @@ def bars(run: Run, most: int = BARS) -> Bars:
     if not parts:
         return Bars([], {})
     logged = max(parts, key=len).steps
-    count = min(most, len(logged))
-    ends = [logged[len(logged) * (i + 1) // count - 1] for i in range(count)]
+    each = -(-len(logged) // most)  # lines of a bar: as many of all, so that bars stand at equal distances
+    ends = [logged[min(start + each, len(logged)) - 1] for start in range(0, len(logged), each)]
     seconds = {}
     for name in stacked:
-        totals = [0.0] * count
+        totals = [0.0] * len(ends)
         for part in _parts(run, "phase", name):
             cuts = [bisect_left(part.steps, end + 1) for end in ends]
             for i, (start, end) in enumerate(zip([0, *cuts], cuts)):
