@@ -70,11 +70,8 @@ def refusal(folder: Path, run_id: str, resume: bool) -> str | None:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return f"run folder {folder}: {existing} is not a folder that you may write in; {remedy}"
-    if folder.resolve() not in _held and (folder / ".lock").exists():
-        with (folder / ".lock").open("rb") as file:
-            # Shared, so that all nodes of a job can look at the same moment without taking each other for a live run.
-            if not _lock(file, fcntl.LOCK_SH):
-                return f"run folder {folder}: another process trains in this folder; wait until it ends, or {remedy}"
+    if folder.resolve() not in _held and is_held(folder):
+        return f"run folder {folder}: another process trains in this folder; wait until it ends, or {remedy}"
     there = _run_there(folder)
     if there is None or (run_id and there.get("run_id") == run_id):
         return None
@@ -87,6 +84,15 @@ def refusal(folder: Path, run_id: str, resume: bool) -> str | None:
         f"{'' if resumable else ', without checkpoints to resume from'}; {remedy}, or leave it out to get a new folder "
         f"under outputs{', or resume what is there with --checkpoint.enable' if resumable else ''}"
     )
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process trains in the folder now. Raises OSError if its lock cannot be read."""
+    if not (folder / ".lock").exists():
+        return False
+    with (folder / ".lock").open("rb") as file:
+        # Shared, so that all nodes of a job can look at the same moment without taking each other for a live run.
+        return not _lock(file, fcntl.LOCK_SH)
 
 
 def claim(folder: Path, run_id: str, resume: bool, record: dict[str, Any]) -> int:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import titan_moe.runtime as runtime
-from titan_moe.runtime import DEVICE_TYPE
+from titan_moe.runtime import DEVICE_TYPE, DeviceMemory
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ def claim_run_folder(config: Config, folder: Path, listing: Listing) -> int:
 
     def claim() -> int:
         record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
+        record["device"] = DeviceMemory().device_name
         record["data"] = listing.summary()
         return run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
 

@@ -1,0 +1,116 @@
+"""Where the seconds of a step go: the phase timers of metrics.jsonl, over the steps and on average.
+
+"phase/NAME.forward" and "phase/NAME.backward", or "phase/NAME" for what has no such halves, are seconds per optimizer
+step, the mean over the ranks; "phase_max/..." the slowest rank's, and "phase_rank/..." which rank that was.
+"""
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+
+from titan_moe.report.read import Run, Series
+from titan_moe.report.summary import typical
+
+BARS = 72
+"""At most, beside each other on the page"""
+MOST = 40
+"""Phases that are shown"""
+RECENT = 1000
+"""Lines that tell which rank is slow"""
+OUTSIDE = ("validation", "checkpoint", "profile")
+"""Phases once in a while, which are no part of a step's time: only the table has them"""
+WHOLE = "step"
+"""The step as a whole, which the others are parts of"""
+ORDER = ("attention", "router", "dispatch", "experts", "combine", "shared_expert", "dense", "norms", "embedding")
+ORDER += ("loss", "fsdp", "clip", "optimizer", "data", "other")
+"""From the bottom of a bar upwards; phases that are not listed come before "other" """
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds per step, medians over the last quarter of the lines; None where nothing was logged."""
+
+    name: str
+    forward: float | None
+    backward: float | None
+    seconds: float
+    """Both together, or of a phase without halves"""
+    slowest: float | None
+    """The same of the slowest rank"""
+    rank: int | None
+    """The rank that was the slowest most often of late"""
+
+
+def names(run: Run) -> list[str]:
+    """The phases of a run, without the step as a whole."""
+    found = {_phase(key) for key in run.series if key.startswith("phase/")} - {WHOLE}
+    last = len(ORDER) - 1
+    return sorted(found, key=lambda name: (ORDER.index(name) if name in ORDER else last - 0.5, name))[:MOST]
+
+
+def _phase(key: str) -> str:
+    return key.partition("/")[2].removesuffix(".forward").removesuffix(".backward")
+
+
+def _parts(run: Run, kind: str, name: str) -> list[Series]:
+    keys = (f"{kind}/{name}.forward", f"{kind}/{name}.backward")
+    halves = [run.series[key] for key in keys if key in run.series]
+    whole = run.series.get(f"{kind}/{name}")
+    return halves or ([] if whole is None else [whole])
+
+
+def table(run: Run) -> list[Phase]:
+    """All phases, the longest first, those outside of a step last."""
+    found = []
+    for name in names(run):
+        slowest = [value for part in _parts(run, "phase_max", name) if (value := typical(part)) is not None]
+        seconds = [value for part in _parts(run, "phase", name) if (value := typical(part)) is not None]
+        ranks = Counter(v for part in _parts(run, "phase_rank", name) for v in part.values[-RECENT:] if v == v)
+        found.append(
+            Phase(
+                name,
+                typical(run.series.get(f"phase/{name}.forward")),
+                typical(run.series.get(f"phase/{name}.backward")),
+                math.fsum(seconds),
+                math.fsum(slowest) if slowest else None,
+                int(ranks.most_common(1)[0][0]) if ranks else None,
+            )
+        )
+    return sorted(found, key=lambda phase: (phase.name in OUTSIDE, -phase.seconds))
+
+
+def inside(run: Run) -> list[Phase]:
+    """Those that make up a step."""
+    return [phase for phase in table(run) if phase.name not in OUTSIDE]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Means over neighbouring steps."""
+
+    ends: list[int]
+    """Last step of each bar; the first one begins at the first step"""
+    seconds: dict[str, list[float]]
+    """By phase, in the order that they are stacked; as many as bars"""
+
+
+def bars(run: Run, most: int = BARS) -> Bars:
+    """The phases over the steps, as at most so many bars."""
+    stacked = [name for name in names(run) if name not in OUTSIDE]
+    parts = [part for name in stacked for part in _parts(run, "phase", name)]
+    if not parts:
+        return Bars([], {})
+    logged = max(parts, key=len).steps
+    each = -(-len(logged) // most)  # lines of a bar: as many of all, so that bars stand at equal distances
+    ends = [logged[min(start + each, len(logged)) - 1] for start in range(0, len(logged), each)]
+    seconds = {}
+    for name in stacked:
+        totals = [0.0] * len(ends)
+        for part in _parts(run, "phase", name):
+            cuts = [bisect_left(part.steps, end + 1) for end in ends]
+            for i, (start, end) in enumerate(zip([0, *cuts], cuts)):
+                finite = [value for value in part.values[start:end] if math.isfinite(value)]
+                totals[i] += math.fsum(finite) / len(finite) if finite else 0.0
+        seconds[name] = totals
+    return Bars(ends, seconds)
