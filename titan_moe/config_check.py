@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from titan_moe import (
+    cuda_graph_check,
     flavor_check,
     flavors,
     mesh_check,
@@ -97,6 +98,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
 
 NEEDS_GPU: dict[str, tuple[str, tuple[str, ...]]] = {
     "checkpoint.async_mode": ("async", ("async_with_pinned_mem",)),
+    "cuda_graph.scope": ("none", ("full",)),
     "moe.dispatcher": ("auto", ("te_ep", "deepep", "hybridep")),
     "moe.experts": ("auto", ("te", "te_fused")),
     "moe.router": ("torch", ("te",)),
@@ -127,6 +129,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += precision_check.check(config, flavor, unsound)
     found += te_precision_check.check(config)
     found += optimizer_check.check(config)
+    found += cuda_graph_check.check(config)
     found += _recompute(config, flavor)
     found += _corruption(config)
     found += _lengths(config, flavor.max_seq_len)
