@@ -9,7 +9,7 @@ Memory that FSDP2 frees in the middle of a step would be another tensor's by the
 when that is, the double keeps it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +30,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops: list[tuple[Callable, tuple, dict[str, Any], dict[int, Tensor]]] = []  # with what it made
+        self.ops: list[tuple[OpOverload, tuple, dict[str, Any], dict[int, Tensor]]] = []  # with what it made
         self.made: set[int] = set()  # memory of the capture's own
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -73,10 +74,12 @@ class Graph:
         with torch.no_grad():
             for func, args, kwargs, fresh in self.recorder.ops:
                 for i, result in enumerate(pytree.tree_leaves(func(*args, **kwargs))):
+                    if func.namespace == "_c10d_functional" and isinstance(result, Tensor):
+                        result = torch.ops._c10d_functional.wait_tensor(result)
                     if i in fresh:
                         fresh[i].detach().copy_(result)
-                    elif isinstance(result, torch.ScriptObject):  # a collective under way, which Python waited for
-                        dist.Work.unbox(result).wait()
+                    elif isinstance(result, torch.ScriptObject) and func.namespace == "c10d":
+                        dist.Work.unbox(result).wait()  # a collective under way, for which Python waited
 
 
 @contextmanager

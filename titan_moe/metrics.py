@@ -22,6 +22,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor
 
 from titan_moe.config import Config
+from titan_moe.recompiles import Recompiles
 
 
 class Metrics:
@@ -37,6 +38,7 @@ class Metrics:
         self.memory = DeviceMemory()
         self.precision, self.peak_flops = self.memory.precision(config), self.memory.peak_flops(config)
         self.color = NoColor() if config.metrics.disable_color_printing else Color()
+        self.recompiles = Recompiles() if config.compile.enable else None
         self.started = time.perf_counter()
         self.file: IO[str] | None = None
         self.tensorboard = None
@@ -65,11 +67,15 @@ class Metrics:
         start = time.perf_counter()
         yield
         self.other_seconds += time.perf_counter() - start
+        if self.recompiles is not None:
+            self.recompiles.overlook()
 
     def count(self, tokens: float) -> None:
         """One more optimizer step, over `tokens` tokens of this rank."""
         self.tokens += tokens
         self.steps += 1
+        if self.recompiles is not None:
+            self.recompiles.step()
 
     def log(
         self,
@@ -108,6 +114,7 @@ class Metrics:
                 "memory_gib": memory["memory/max_reserved(GiB)"],
                 "tokens_seen": tokens_seen,
                 **({} if validation_loss is None else {"validation_loss": validation_loss}),
+                **({} if self.recompiles is None else {"compile/recompiles": self.recompiles.count}),
                 **more,
             }
             known = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
