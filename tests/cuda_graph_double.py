@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch._ops import OpOverload
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils import _pytree as pytree
@@ -40,7 +41,7 @@ class Recorder(TorchDispatchMode):
             if schema.alias_info is not None and schema.alias_info.is_write:
                 for tensor in pytree.tree_leaves(value):
                     self._keep(tensor)
-        out = func(*args, **kwargs)
+        out = _waited_for(func, func(*args, **kwargs))
         given = {_memory(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         results = enumerate(pytree.tree_leaves(out))
         fresh = {i: x for i, x in results if isinstance(x, Tensor) and _memory(x) not in given}
@@ -73,13 +74,22 @@ class Graph:
         Graph.replays += 1
         with torch.no_grad():
             for func, args, kwargs, fresh in self.recorder.ops:
-                for i, result in enumerate(pytree.tree_leaves(func(*args, **kwargs))):
-                    if func.namespace == "_c10d_functional" and isinstance(result, Tensor):
-                        result = torch.ops._c10d_functional.wait_tensor(result)
+                for i, result in enumerate(pytree.tree_leaves(_waited_for(func, func(*args, **kwargs)))):
                     if i in fresh:
                         fresh[i].detach().copy_(result)
-                    elif isinstance(result, torch.ScriptObject) and func.namespace == "c10d":
-                        dist.Work.unbox(result).wait()  # a collective under way, for which Python waited
+
+
+def _waited_for(func: OpOverload, out: Any) -> Any:
+    """What an op returned, when it is there. A collective's work is replaced by one that is done: gloo's own copies its
+    result in `wait`, by ops that would be recorded too."""
+
+    def wait(leaf: Any) -> Any:
+        if isinstance(leaf, torch.ScriptObject):
+            dist.Work.unbox(leaf).wait()
+            return FakeWork().boxed()
+        return leaf
+
+    return pytree.tree_map(wait, out) if func.namespace == "c10d" else out
 
 
 @contextmanager

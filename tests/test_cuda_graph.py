@@ -182,6 +182,13 @@ def test_replays_equal_eager_steps_with_recompute_and_mtp(tmp_path):
     assert counts == (1, 4) and all("mtp_loss" in line for line in lines)
 
 
+@pytest.mark.slow
+def test_replays_equal_eager_steps_between_ranks(tmp_path):
+    """Two ranks, buffers of the mean: they overflow, the step runs again, and the next ones go on as eager ones do."""
+    lines, counts, factor = run_both(tmp_path, 2, "--moe.dispatcher=alltoall", "--moe.recv_buffer=1.0", f"--{EP2}")
+    assert factor > 1.0 and counts[1] >= 2 and len(lines) == 5
+
+
 def test_a_grown_buffer_is_recorded_anew():
     """What Python reads of the factor is decided at capture; so is where inputs are read and results are written."""
     replay: Any = SimpleNamespace(factor=1.0)
