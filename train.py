@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.cudagraph import cudagraph_teardown
 from torchtitan.models.deepseek_v3 import MTPDecoder
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
@@ -33,6 +34,7 @@ from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.checkpoint_manager import VerifiedCheckpoints
 from titan_moe.config import Config
 from titan_moe.corruption import CorruptionCheck
+from titan_moe.cuda_graph import Launch, launcher
 from titan_moe.data import PackedDataLoader, build_dataloaders
 from titan_moe.guards import Guard
 from titan_moe.huggingface import export
@@ -66,6 +68,7 @@ class Run:
     model_parts: list[MTPDecoder]  # this rank's pipeline stages; one, the whole model, without a pipeline
     pipeline: Pipeline | None
     loss_fn: Loss
+    launch: Launch
     replay: Replay
     corruption: CorruptionCheck
     optimizers: Optimizers
@@ -149,6 +152,7 @@ def build(config: Config) -> Run:
     skipped_documents = partial(dataloader.statistics, parallel_dims.get_optional_mesh("batch"), device)
     health = optimizers.balancer.health
     sources = [lambda: health.statistics(progress.step / config.training.steps), skipped_documents]
+    replay = Replay(config.moe.recv_buffer, model_parts, device)
 
     startup.report(config, parallel_dims, folder, attempt, metrics, total, active)
     return Run(
@@ -159,7 +163,8 @@ def build(config: Config) -> Run:
         model_parts=model_parts,
         pipeline=pipeline,
         loss_fn=loss_fn,
-        replay=Replay(config.moe.recv_buffer, model_parts, device),
+        launch=launcher(config, model_parts, replay, phases),
+        replay=replay,
         corruption=CorruptionCheck(config, model_parts, device),
         optimizers=optimizers,
         guard=guard,
@@ -225,13 +230,14 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
     global_valid = run.stop.sum_over_ranks(local_valid) // parallel_dims.non_data_parallel_size  # who share their data
 
     # Once in a while, if asked to: does this machine compute the same twice?
-    compute = partial(forward_backward, run, valid_tokens=global_valid)
-    run.corruption.check(run.progress.step, compute, microbatches)
+    inputs = [inputs_of(run, batch) for batch in microbatches]
+    compute = partial(run.launch, partial(forward_backward, run), global_valid)
+    run.corruption.check(run.progress.step, compute, inputs)
 
     # Forward and backward, again if a layer had too little room for its tokens. The parts of this rank's share of the
     # global mean: the loss, and that of MTP.
     with run.guard.watching():
-        parts = run.replay.until_it_fits(partial(compute, microbatches), f"step {run.progress.step}", run.guard.discard)
+        parts = run.replay.until_it_fits(partial(compute, inputs), f"step {run.progress.step}", run.guard.discard)
 
     # Optimizer, after clipping by the norm over all parameters, each counted once on every mesh.
     with phase("clip"):
@@ -273,17 +279,17 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
         )
 
 
-def forward_backward(run: Run, microbatches: list[Batch], valid_tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+def forward_backward(run: Run, microbatches: list[Inputs], valid_tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Gradients of a step's loss: cross-entropy summed over its tokens, divided by `valid_tokens`, those of all ranks.
     Returns this rank's share of what is told about it."""
     if run.pipeline is not None:
         with run.spmd_context():
-            return {"loss": run.pipeline.step([inputs_of(run, batch) for batch in microbatches], valid_tokens)}
+            return {"loss": run.pipeline.step(microbatches, valid_tokens)}
     parts: dict[str, torch.Tensor] = {}
-    for i, batch in enumerate(microbatches, start=1):
+    for i, inputs in enumerate(microbatches, start=1):
         parallel.gradient_sync(run.model_parts[0], run.config, last=i == len(microbatches))
         with run.spmd_context():
-            loss, more = forward(run, batch, valid_tokens)
+            loss, more = forward(run, inputs, valid_tokens)
             with run.telemetry.backward():
                 loss.backward()
         parts = {name: part + parts.get(name, 0) for name, part in more.items()}
@@ -291,10 +297,10 @@ def forward_backward(run: Run, microbatches: list[Batch], valid_tokens: torch.Te
 
 
 def forward(
-    run: Run, batch: Batch, valid_tokens: torch.Tensor | None = None
+    run: Run, inputs: Inputs, valid_tokens: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(the loss of one microbatch of this rank, its parts to be told), over `valid_tokens` if given: see Loss."""
-    tokens_BL, labels_BL, kwargs = inputs_of(run, batch)
+    tokens_BL, labels_BL, kwargs = inputs
     # Hidden states [B, L, D], which the loss puts the head on; a list of them with MTP layers.
     output = run.model_parts[0](tokens_BL, **kwargs)
     return run.loss_fn(output, labels_BL, valid_tokens, positions=kwargs["positions"])
@@ -311,7 +317,7 @@ def evaluate(run: Run, microbatches: list[Batch]) -> torch.Tensor:
     with run.spmd_context():
         if run.pipeline is not None:
             return run.pipeline.evaluate([inputs_of(run, batch) for batch in microbatches])
-        return torch.stack([forward(run, batch)[0] for batch in microbatches]).sum()
+        return torch.stack([forward(run, inputs_of(run, batch))[0] for batch in microbatches]).sum()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,6 +337,7 @@ def main(argv: list[str]) -> None:
     try:
         train(run)
     finally:
+        cudagraph_teardown()
         run.checkpointer.close()
         run.metrics.close()
 

@@ -440,6 +440,14 @@ class Compile:
 
 
 @dataclass(kw_only=True)
+class CUDAGraph:
+    scope: Literal["none", "full"] = "none"
+    """What is launched at once, as a CUDA graph: "full", forward and backward of a whole step. For runs whose host
+    never waits for the device: with experts on several ranks only if moe.recv_buffer is not "exact". Not in a
+    pipeline"""
+
+
+@dataclass(kw_only=True)
 class Checkpoint:
     enable: bool = False
     """Save checkpoints, and resume from the newest one in the run folder"""
@@ -625,6 +633,7 @@ class Config:
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    cuda_graph: CUDAGraph = field(default_factory=CUDAGraph)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)

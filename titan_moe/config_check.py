@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from titan_moe import (
+    cuda_graph_check,
     export_check,
     flavor_check,
     flavors,
@@ -102,6 +103,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
 
 NEEDS_GPU: dict[str, tuple[str, tuple[str, ...]]] = {
     "checkpoint.async_mode": ("async", ("async_with_pinned_mem",)),
+    "cuda_graph.scope": ("none", ("full",)),
     "moe.dispatcher": ("auto", ("te_ep", "deepep", "hybridep")),
     "moe.experts": ("auto", ("te", "te_fused")),
     "moe.router": ("torch", ("te",)),
@@ -144,6 +146,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += optimizer_check.check(config)
     found += export_check.check(config, flavor)
     found += profiling_check.check(config, world_size, unsound)
+    found += cuda_graph_check.check(config)
     found += _recompute(config, flavor)
     found += _corruption(config)
     found += _lengths(config, flavor.max_seq_len)

@@ -36,7 +36,7 @@ from torchtitan.tools.logging import logger
 from titan_moe import random_state
 from titan_moe.config import Config
 from titan_moe.guards import discard
-from titan_moe.inputs import Batch
+from titan_moe.inputs import Inputs
 from titan_moe.local_gradients import seen_by
 from titan_moe.moe.layer import moe_layers
 
@@ -101,7 +101,9 @@ class CorruptionCheck:
                         "moe.dispatcher, or leave the check out"
                     )
 
-    def check(self, step: int, compute: Callable[[list[Batch]], dict[str, Tensor]], microbatches: list[Batch]) -> None:
+    def check(
+        self, step: int, compute: Callable[[list[Inputs]], dict[str, Tensor]], microbatches: list[Inputs]
+    ) -> None:
         """`compute`, forward and backward of some microbatches, returns this rank's share of their "loss". Does nothing
         but at every N-th step. Raises RuntimeError on all ranks when any rank computed something else the second time.
         """

@@ -10,7 +10,8 @@ for every byte that this rank receives from others, and whoever waits sleeps for
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -74,6 +75,17 @@ log: list[Transfer] | None = None
 
 seconds_per_byte = 0.0
 _link_free: dict[str, float] = {}  # when the last transfer of each slow link will be over
+
+
+@contextmanager
+def unnoted() -> Iterator[None]:
+    """Nobody keeps a log inside."""
+    global log
+    kept, log = log, None
+    try:
+        yield
+    finally:
+        log = kept
 
 
 def summary(transfers: Iterable[Transfer]) -> dict[str, Total]:

@@ -21,6 +21,7 @@ from torchtitan.tools.utils import Color, NoColor
 
 from titan_moe.config import Config
 from titan_moe.phases import Phases
+from titan_moe.recompiles import Recompiles
 from titan_moe.trackers import Guarded, JsonLines, dashboards
 
 OUTSIDE_TRAINING = ("validation", "checkpoint", "profile")
@@ -42,6 +43,7 @@ class Metrics:
         self.memory = DeviceMemory()
         self.precision, self.peak_flops = self.memory.precision(config), self.memory.peak_flops(config)
         self.color = NoColor() if config.metrics.disable_color_printing else Color()
+        self.recompiles = Recompiles() if config.compile.enable else None
         self.started = time.perf_counter()
         self.file = JsonLines(run_folder / "metrics.jsonl") if writes else None
         self.dashboards: list[Guarded] = dashboards(config, run_folder) if writes else []
@@ -56,6 +58,8 @@ class Metrics:
         """One more optimizer step, over `tokens` tokens of this rank."""
         self.tokens += tokens
         self.steps += 1
+        if self.recompiles is not None:
+            self.recompiles.step()
 
     def log(
         self,
@@ -95,6 +99,7 @@ class Metrics:
                 "memory_gib": memory["memory/max_reserved(GiB)"],
                 "tokens_seen": tokens_seen,
                 **({} if validation_loss is None else {"validation_loss": validation_loss}),
+                **({} if self.recompiles is None else {"compile/recompiles": self.recompiles.count}),
                 **more,
             }
             known = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
@@ -103,6 +108,8 @@ class Metrics:
             for dashboard in self.dashboards:
                 dashboard.log(step, tags)
             self._print(record, memory, seconds)
+        if self.recompiles is not None:
+            self.recompiles.overlook()  # a validation's, just before
         self.memory.reset()
         self._restart_interval()
 

@@ -84,7 +84,15 @@ def prefetch(model: MTPDecoder, count: int) -> None:
 
 def compile_layers(model: MTPDecoder, backend: str) -> None:
     """torch.compile of dense layers whole, of MoE layers everything but router and region: a layer with a graph break
-    inside activation checkpointing would stay eager altogether."""
+    inside activation checkpointing would stay eager altogether.
+
+    The parts of all layers share the code of torchtitan's modules, which dynamo counts its variants by: one for each
+    kind of part, with and without gradients, and more where activation checkpointing repeats it. Past its default of 8
+    it would leave what comes next eager, with a warning.
+    """
+    from torch._dynamo import config as dynamo  # takes a second to import
+
+    dynamo.recompile_limit = 64
     blocks = [(block, NORMS_AND_ATTENTION) for block in model.layers.values()]
     blocks += [(block, [*NORMS_AND_ATTENTION, *MTP_PARTS]) for block in model.mtp_layers or ()]
     for block, names in blocks:

@@ -82,7 +82,7 @@ def measure(arguments: list[str]) -> dict[str, float]:
     run.loss_fn = ends  # what the head does after it is not forward any more
     with run.spmd_context():
         with storages:
-            loss, _ = train.forward(run, batch)
+            loss, _ = train.forward(run, train.inputs_of(run, batch))
         loss.backward()
     found["gradients"] = local_bytes(p.grad for p in model.parameters())
     total = torch.tensor(found["activations"])

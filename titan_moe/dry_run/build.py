@@ -22,6 +22,7 @@ from titan_moe import parallel, runtime
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.corruption import CorruptionCheck
+from titan_moe.cuda_graph import as_it_is
 from titan_moe.dry_run import routing
 from titan_moe.dry_run.collectives import AXES, Collectives
 from titan_moe.dry_run.ledger import BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, PIPELINE, WORKING, Ledger
@@ -66,6 +67,7 @@ def shortened(config: Config, world_size: int) -> Config:
     microbatches = min(microbatches_per_step(config, world_size), 2 if pp == 1 else 4 * pp)
     config = copy.deepcopy(config)
     config.compile.enable = False
+    config.cuda_graph.scope = "none"
     config.moe.experts = "grouped_mm"
     t = config.training
     if pp > 1:
@@ -115,6 +117,7 @@ def build(config: Config, world_size: int, rank: int, fake: FakeTensorMode) -> t
         telemetry=cast(Any, SimpleNamespace(phase=nullcontext, backward=nullcontext)),
         progress=progress,
         stop=cast(Any, SimpleNamespace(sum_over_ranks=sum_over_ranks)),
+        launch=as_it_is,
         replay=Replay("exact", model_parts, gpu.DEVICE),  # an even load overflows nothing
         corruption=CorruptionCheck(config, model_parts, gpu.DEVICE),  # not in step 0, which is all there is
         spmd_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims),

@@ -62,5 +62,6 @@ def left_out(config: Config) -> list[str]:
         "validation": config.validation.enable,
         "checkpoints": config.checkpoint.enable,
         "torch.compile (what is counted is eager)": config.compile.enable,
+        "CUDA graphs (what is counted is one step as Python goes)": config.cuda_graph.scope != "none",
     }
     return [name for name, wanted in asked.items() if wanted]

@@ -21,6 +21,7 @@ Shape letters: B batch, L sequence, T = B*L tokens, D model width, K top-k, E ex
 received.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -61,6 +62,7 @@ class FusedExperts(GroupedExperts):
         self.num_experts = config.num_experts
         self.backend, self.late = config.backend, config.weighting == "late"
         self.recipe = config.recipe
+        self.chosen: tuple[tuple, Callable[..., Tensor]] | None = None  # what for, and what computes it
         self.w13_EF2D = nn.Parameter(torch.empty(config.num_experts, config.hidden_dim, 2, config.dim))
         self.w2_EDF = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
         self.register_state_dict_post_hook(_split_on_save)
@@ -72,14 +74,18 @@ class FusedExperts(GroupedExperts):
         w13_EF2D, w2_EDF = (
             (w.to_local() if isinstance(w, DTensor) else w).to(x_RD.dtype) for w in (self.w13_EF2D, self.w2_EDF)
         )
-        local_experts, dim, hidden = w2_EDF.shape
-        device, dtype = x_RD.device.type, x_RD.dtype
+        wanted = x_RD.device.type, x_RD.dtype, w2_EDF.shape
+        if self.chosen is None or self.chosen[0] != wanted:
+            self.chosen = wanted, self._choose(*wanted)
+        return self.chosen[1](x_RD, counts_E, weight_R, w13_EF2D, w2_EDF, late=self.late, source=source)
+
+    def _choose(self, device: str, dtype: torch.dtype, shape: torch.Size) -> Callable[..., Tensor]:
+        """What computes experts of this shape [e, D, F]. It asks what the machine has, too slow for every forward."""
+        local_experts, dim, hidden = shape
         backend, _ = choose_experts(self.backend, device, dtype, dim, hidden, local_experts, self.recipe)
         if self.recipe is None:
-            run = EXPERTS[backend]
-        else:
-            run = partial(quantized_experts.EXPERTS[backend], recipe=RECIPES[self.recipe])
-        return run(x_RD, counts_E, weight_R, w13_EF2D, w2_EDF, late=self.late, source=source)
+            return EXPERTS[backend]
+        return partial(quantized_experts.EXPERTS[backend], recipe=RECIPES[self.recipe])
 
 
 def _split_on_save(module, state_dict: dict[str, Any], prefix: str, local_metadata) -> None:

@@ -254,6 +254,8 @@ def _from_config(config: Config, gpus: int, hardware: Hardware) -> Job:
         fused_grouped_mlp=config.moe.experts == "te_fused",
         overlap="dualpipe" if p.pipeline_parallel_schedule == "DualPipeV" and pp > 1 else config.moe.overlap,
         release="titan",
+        graphs=config.cuda_graph.scope,
+        sync_free=p.expert_parallel_degree == 1 or config.moe.recv_buffer != "exact",
         param_dtype=config.training.dtype,
         grad_dtype=config.training.dtype,
         moment_dtype=moments_dtype(config),
