@@ -27,7 +27,7 @@ from torchtitan.models.deepseek_v3 import MTPDecoder
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 
-from titan_moe import config_file, parallel, random_state, run_folder, startup
+from titan_moe import config_file, offload, parallel, random_state, run_folder, startup
 from titan_moe.checkpoint import Progress, build_checkpointer
 from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.checkpoint_manager import VerifiedCheckpoints
@@ -255,6 +255,7 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
             lr=lr,
             **means,
             **run.optimizers.balancer.health.statistics(run.progress.step / config.training.steps),
+            **offload.statistics(run.model_parts, metrics.steps),
             **run.dataloader.statistics(batch_mesh, run.device),
             skipped_steps=run.guard.skipped,
             overflow_replays=run.replay.repeats,

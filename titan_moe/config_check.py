@@ -17,6 +17,7 @@ from titan_moe import (
     mesh_check,
     mixture_check,
     moe_check,
+    offload_check,
     optimizer_check,
     overlap_check,
     pipeline_check,
@@ -133,6 +134,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += optimizer_check.check(config)
     found += export_check.check(config, flavor)
     found += _recompute(config, flavor)
+    found += offload_check.check(config)
     found += _corruption(config)
     found += _lengths(config, flavor.max_seq_len)
     if config.comm.mode == "fake_backend":  # a dry run checks what it stands for

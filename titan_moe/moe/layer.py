@@ -44,6 +44,7 @@ from titan_moe.moe.moving import Moving
 from titan_moe.moe.names import FUSED, GATE, UP, merge_w13, split_w13
 from titan_moe.moe.router import Router, RouterGate, collect, recomputing
 from titan_moe.moe.te_router import TERouter
+from titan_moe.offload import offloaded
 from titan_moe.precision.recipes import RECIPES
 
 
@@ -74,6 +75,8 @@ class FusedExperts(GroupedExperts):
         )
         local_experts, dim, hidden = w2_EDF.shape
         device, dtype = x_RD.device.type, x_RD.dtype
+        if source is None:
+            x_RD = offloaded("moe_expert_input", x_RD)
         backend, _ = choose_experts(self.backend, device, dtype, dim, hidden, local_experts, self.recipe)
         if self.recipe is None:
             run = EXPERTS[backend]
