@@ -16,10 +16,10 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from benchmarks.offload import kept_bytes, wrapped
 from benchmarks.recompute import PARTS, Allocations
 from tests.test_recompute import DEEPSEEK_V3, POLICIES, SMALL
-from titan_moe import config_file
+from titan_moe import config_file, host_copies
 from titan_moe.attention import documents
 from titan_moe.config_check import model_flavor
-from titan_moe.host_copies import LateCopies, Pool
+from titan_moe.host_copies import PIECE, LateCopies, Pool
 from titan_moe.model import build_model, init_weights
 from titan_moe.offload import Offloader, _Sent, offloaded
 from titan_moe.offload_check import offloaded_bytes
@@ -83,7 +83,9 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_no_bit_changes(choice, plain):
+def test_no_bit_changes(choice, plain, monkeypatch):
+    """In many pieces of host memory each."""
+    monkeypatch.setattr(host_copies, "PIECE", 2**16)
     names, policy = CHOICES[choice]
     model, offloader = small_model(names, policy)
     for _ in range(2):  # the second in memory of the first
@@ -285,25 +287,33 @@ def test_what_is_written_to_after_it_was_kept_is_an_error():
         block(x).sum().backward()
 
 
-def test_copies_are_made_in_order_and_only_when_waited_for():
-    copies, source = LateCopies(), torch.arange(4.0)
-    first, second, third = (torch.zeros(4) for _ in range(3))
-    one, two = copies.start(first, source), copies.start(second, first)
-    copies.start(third, source)
-    assert not first.any()
+def test_copies_are_made_in_order_and_only_when_waited_for(monkeypatch):
+    monkeypatch.setattr(host_copies, "PIECE", 16)
+    copies, source = LateCopies(), torch.arange(40, dtype=torch.uint8)
+    host = Pool(pinned=False).take(40)
+    second, third = torch.zeros_like(source), torch.zeros_like(source)
+    for piece in host:
+        piece.zero_()
+    one, two = copies.to_host(source, host), copies.from_host(host, second)
+    copies.from_host(host, third)
+    assert [piece.nbytes for piece in host] == [16, 16, 8] and not any(piece.any() for piece in host)
     copies.wait(two)
     assert torch.equal(second, source) and not third.any()
     copies.wait(one)  # is over
     assert not third.any()
 
 
-def test_host_memory_is_handed_out_again():
+def test_host_memory_is_handed_out_again_in_pieces():
     pool = Pool(pinned=False)
-    first = pool.take(3000)
-    assert first.nbytes == 4096 and pool.take(3000) is not first
-    pool.give(first)
-    assert pool.take(4096) is first and pool.allocated == 2 * 4096
-    assert pool.take(4097).nbytes == 8192
+    (small,) = pool.take(3000)
+    assert small.nbytes == 4096 and pool.take(3000)[0] is not small
+    pool.give([small])
+    assert pool.take(4096)[0] is small and pool.allocated == 2 * 4096
+    pieces = pool.take(2 * PIECE + 1)
+    assert [piece.nbytes for piece in pieces] == [PIECE, PIECE, 1]
+    pool.give(pieces)
+    assert {*map(id, pool.take(2 * PIECE))} == {*map(id, pieces[:2])} and pool.take(0) == []
+    assert pool.allocated == 2 * 4096 + 2 * PIECE + 1
 
 
 def test_the_report_says_how_much_each_is():

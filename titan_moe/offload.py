@@ -130,13 +130,12 @@ class _Sent:
     """One tensor's memory on its way: on the device, on the host, or both."""
 
     def __init__(self, offloader: "Offloader", block: "_Block", tensor: Tensor) -> None:
-        storage, self.offloader, self.block = tensor.untyped_storage(), offloader, block
-        self.flat: Tensor | None = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+        self.offloader, self.block, self.bytes = offloader, block, tensor.untyped_storage().nbytes()
+        numbers = tensor.detach().as_strided((self.bytes // tensor.itemsize,), (1,), 0)
+        self.flat: Tensor | None = numbers.view(torch.uint8)
         self.version = tensor._version
-        self.bytes = self.flat.nbytes
-        self.buffer = offloader.pool.take(self.bytes)
-        self.host = self.buffer[: self.bytes].view(tensor.dtype)
-        self.leaving: Any = offloader.copies.start(self.host, self.flat)
+        self.host = offloader.pool.take(self.bytes)
+        self.leaving: Any = offloader.copies.to_host(self.flat, self.host)
         self.coming: Any = None
         self.handed_out = self.taken = 0
 
@@ -150,8 +149,8 @@ class _Sent:
     def come(self) -> None:
         """Begin to bring it back."""
         assert self.flat is None
-        self.flat = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.offloader.device)
-        self.coming = self.offloader.copies.start(self.flat, self.host)
+        self.flat = torch.empty(self.bytes, dtype=torch.uint8, device=self.offloader.device)
+        self.coming = self.offloader.copies.from_host(self.host, self.flat)
         self.offloader.coming.add(self)
 
     def arrived(self) -> None:
@@ -167,7 +166,7 @@ class _Sent:
             self.flat, self.taken = None, 0
 
     def take(self) -> Tensor:
-        """Its memory as one row of numbers on the device, until as many have asked as were handed out."""
+        """Its memory as one row of bytes on the device, until as many have asked as were handed out."""
         self.offloader.backward_reaches(self.block)
         if self.flat is None:
             self.come()  # for the second time, or nobody foresaw it
@@ -180,7 +179,7 @@ class _Sent:
         return flat
 
     def __del__(self) -> None:
-        self.offloader.pool.give(self.buffer)
+        self.offloader.pool.give(self.host)
 
 
 class _Forward(NamedTuple):
