@@ -62,5 +62,6 @@ def left_out(config: Config) -> list[str]:
         "validation": config.validation.enable,
         "checkpoints": config.checkpoint.enable,
         "torch.compile (what is counted is eager)": config.compile.enable,
+        "activation offload (what is counted stays on the device)": bool(config.activation_offload.tensors),
     }
     return [name for name, wanted in asked.items() if wanted]
