@@ -28,7 +28,7 @@ from torchtitan.models.deepseek_v3 import MTPDecoder
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 
-from titan_moe import config_file, parallel, random_state, run_folder, startup
+from titan_moe import config_file, offload, parallel, random_state, run_folder, startup
 from titan_moe.checkpoint import Progress, build_checkpointer
 from titan_moe.checkpoint import load as load_checkpoint
 from titan_moe.checkpoint_manager import VerifiedCheckpoints
@@ -149,9 +149,11 @@ def build(config: Config) -> Run:
         (folder / "config.toml").write_text(config_file.to_toml(config), encoding="utf-8")
         save_record(listing, folder)
     metrics = Metrics(config, folder, attempt, sum(terms.values()), phases, writes=dist.get_rank() == 0)
-    skipped_documents = partial(dataloader.statistics, parallel_dims.get_optional_mesh("batch"), device)
-    health = optimizers.balancer.health
-    sources = [lambda: health.statistics(progress.step / config.training.steps), skipped_documents]
+    sources = [
+        lambda: optimizers.balancer.health.statistics(progress.step / config.training.steps),
+        lambda: offload.statistics(model_parts, metrics.steps),
+        partial(dataloader.statistics, parallel_dims.get_optional_mesh("batch"), device),
+    ]
     replay = Replay(config.moe.recv_buffer, model_parts, device)
 
     startup.report(config, parallel_dims, folder, attempt, metrics, total, active)

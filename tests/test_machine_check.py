@@ -117,6 +117,15 @@ def test_other_mistakes_are_left_to_those_who_list_them():
     assert refusal(load(SMALL), [SMALL], 8, None, accelerator=True) is None, "nothing tells the memory"
 
 
+def test_host_memory_is_room_beside_a_gpu_and_none_beside_a_cpu():
+    for gpu in (True, False):
+        there, away = (
+            needed_bytes(load(SMALL, f"--activation_offload.tensors={name}"), 1, machine(64, gpu))
+            for name in ("", "layer_input")
+        )
+        assert away < there if gpu else away == there
+
+
 def test_fp32_takes_more_than_bf16_and_processes_share_a_machine():
     argv = ["train_configs/debug_model.toml", "--training.seq_len=1024"]
     fp32, bf16 = (

@@ -100,3 +100,12 @@ def test_nothing_that_is_refused_without_a_gpu_stays(key, value):
 def test_what_cannot_be_is_named_not_scaled(word, named):
     loaded = config_file.read([FILES[-1], "--model.scale_down", word])
     assert loaded.problems == [] and named in check(loaded.config, 1)[0]
+
+
+def test_one_rank_offloads_no_expert_input():
+    """Which it does not keep; several do."""
+    config = config_file.load(["train_configs/deepseek_v3_671b.toml"])
+    config.activation_offload.tensors = ["attn_out", "moe_expert_input"]
+    for processes, expected in ((1, ["attn_out"]), (2, ["attn_out", "moe_expert_input"])):
+        twin, _ = scale_down(config, processes)
+        assert check(twin, processes) == [] and twin.activation_offload.tensors == expected

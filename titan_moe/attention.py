@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.protocols.module import Module
 
+from titan_moe.offload import offloaded
 from titan_moe.rebuild import rebuilt
 
 QUERY_BLOCK = 1024
@@ -89,6 +90,7 @@ class DenseAttention(Module):
         v_width = v_BLNH.shape[-1]
         if v_width < q_BLNH.shape[-1] and q_BLNH.shape[1] >= PAD_FROM_LENGTH:
             v_BLNH = rebuilt(("mla_up_proj",), F.pad, v_BLNH, (0, q_BLNH.shape[-1] - v_width))
+            v_BLNH = offloaded("attn_v", v_BLNH)
         q_BNQH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
         if mask_B1QL is not None:
@@ -100,7 +102,7 @@ class DenseAttention(Module):
             first, end = int(start_BL[:, index_q[0]].min()), int(index_q[-1]) + 1
             mask_B1qk = mask(start_BL, index_q, torch.arange(first, end))
             q_BNqH, k_BNkH, v_BNkH = q_BNQH[:, :, block], k_BNLH[:, :, first:end], v_BNLH[:, :, first:end]
-            blocks.append(attend(q_BNqH, k_BNkH, v_BNkH, attn_mask=mask_B1qk))
+            blocks.append(offloaded("attn_out", attend(q_BNqH, k_BNkH, v_BNkH, attn_mask=mask_B1qk)))
         return torch.cat(blocks, dim=2)[..., :v_width].transpose(1, 2)
 
 

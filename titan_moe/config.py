@@ -428,6 +428,17 @@ class ActivationCheckpoint:
 
 
 @dataclass(kw_only=True)
+class ActivationOffload:
+    tensors: list[Literal["layer_input", "attn_q", "attn_k", "attn_v", "attn_out", "moe_expert_input"]] = field(
+        default_factory=list
+    )
+    """Activations of every layer that wait for backward in host memory. "layer_input"; "attn_q", "attn_k", "attn_v":
+    what the attention kernel takes; "attn_out": what it gives; "moe_expert_input": the rows that a rank's experts
+    receive. Under activation checkpointing only what that keeps can be named. The start-up report says how much each
+    is. Empty: none"""
+
+
+@dataclass(kw_only=True)
 class Compile:
     enable: bool = False
     """Use torch.compile"""
@@ -632,6 +643,7 @@ class Config:
     validation: Validation = field(default_factory=Validation)
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    activation_offload: ActivationOffload = field(default_factory=ActivationOffload)
     compile: Compile = field(default_factory=Compile)
     cuda_graph: CUDAGraph = field(default_factory=CUDAGraph)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

@@ -18,6 +18,7 @@ from titan_moe import (
     mesh_check,
     mixture_check,
     moe_check,
+    offload_check,
     optimizer_check,
     overlap_check,
     pipeline_check,
@@ -148,6 +149,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += profiling_check.check(config, world_size, unsound)
     found += cuda_graph_check.check(config)
     found += _recompute(config, flavor)
+    found += offload_check.check(config)
     found += _corruption(config)
     found += _lengths(config, flavor.max_seq_len)
     if config.comm.mode == "fake_backend":  # a dry run checks what it stands for

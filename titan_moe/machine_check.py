@@ -110,6 +110,8 @@ def needed_bytes(config: Config, world_size: int, machine: Machine) -> float:
     """Predicted peak of the fullest process, of a configuration that `check` finds nothing wrong with."""
     hardware = replace(HARDWARE["H100"], hbm_gb=machine.memory / 1e9)  # of its rates, memory needs none
     job = Job.from_config(config, world_size, hardware)
+    if not machine.gpu:
+        job = replace(job, offload=frozenset())  # to the same memory
     memory = predict_memory(job, activations.GPU if machine.gpu else activations.CPU)
     wider = 2 if config.training.mixed_precision_param == "float32" else 1
 

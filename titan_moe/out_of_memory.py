@@ -77,6 +77,9 @@ def changes(config: Config) -> Iterator[tuple[str, object]]:
         yield "activation_checkpoint.recompute", ["swiglu", "norms", "shared_expert"]  # no mla in other families
     if mode != "full":
         yield "activation_checkpoint.mode", "full"
+    for name in ("moe_expert_input", "attn_out", "layer_input"):
+        if name not in config.activation_offload.tensors:
+            yield "activation_offload.tensors", [*config.activation_offload.tensors, name]
     if config.training.local_batch_size % 2 == 0:
         yield "training.local_batch_size", config.training.local_batch_size // 2
     if config.parallelism.fsdp_reshard_after_forward != "always":

@@ -21,6 +21,7 @@ from torchtitan.models.deepseek_v3 import MTPDecoder, parallelize_deepseekv3
 from titan_moe import fsdp_traffic, in_flight
 from titan_moe.config import Config
 from titan_moe.config_check import microbatches_per_step
+from titan_moe.offload import Offloader, build_offloader
 from titan_moe.pipeline import Pipeline
 from titan_moe.recompute import checkpointing
 
@@ -34,7 +35,8 @@ def parallelize(
     """Cut the meta-device model into this rank's pipeline stages, and shard, checkpoint and compile each. Without a
     pipeline the model itself is the one part."""
     in_flight.seconds_per_byte = config.debug.comm_delay_ns_per_byte * 1e-9
-    shard = partial(parallelize_part, config=config, parallel_dims=parallel_dims)
+    offloader = build_offloader(config, device)
+    shard = partial(parallelize_part, config=config, parallel_dims=parallel_dims, offloader=offloader)
     if not parallel_dims.pp_enabled:
         shard(model)
         return [model], None
@@ -43,7 +45,9 @@ def parallelize(
     return pipeline.parts, pipeline
 
 
-def parallelize_part(model: MTPDecoder, config: Config, parallel_dims: ParallelDims) -> None:
+def parallelize_part(
+    model: MTPDecoder, config: Config, parallel_dims: ParallelDims, offloader: Offloader | None = None
+) -> None:
     """Shard, checkpoint and compile one part of the meta-device model in place, as configured."""
     parallelize_deepseekv3(
         model,
@@ -59,6 +63,8 @@ def parallelize_part(model: MTPDecoder, config: Config, parallel_dims: ParallelD
     )
     if config.parallelism.fsdp_prefetch_layers != 1:
         prefetch(model, config.parallelism.fsdp_prefetch_layers)
+    if offloader is not None:
+        offloader.attach(model)
     prepare_for_backend(model)
     ep_mesh = parallel_dims.get_optional_mesh("ep")
     fsdp_traffic.prepare(model, None if ep_mesh is None else ep_mesh.get_group())

@@ -35,6 +35,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import GraphExecGroup
 
+from titan_moe import offload
+
 
 @contextmanager
 def rebuilding(kinds: Collection[str]) -> Iterator[None]:
@@ -117,37 +119,38 @@ def _found(made: dict[StorageWeakRef, _Made], tensor: Tensor) -> _Made | None:
     return found
 
 
-def _pack(made: dict[StorageWeakRef, _Made], tensor: Tensor) -> Tensor | _Piece:
+def _pack(made: dict[StorageWeakRef, _Made], tensor: Tensor) -> Any:
     found = _found(made, tensor)
     if found is None:
-        return tensor
+        return offload.pack(tensor)
     found.recipe.handed_out += 1
     return _Piece(found.recipe, found.index, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-def _unpack(kept: Tensor | _Piece) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
+def _unpack(kept: Any) -> Tensor:
+    if not isinstance(kept, _Piece):
+        return offload.unpack(kept)
     return kept.recipe.take(kept.index).as_strided(kept.size, kept.stride, kept.offset)
 
 
 class _Input(NamedTuple):
     kept: Any
+    is_tensor: bool
     requires_grad: bool
     version: int | None
 
     @classmethod
     def of(cls, arg: Any, made: dict[StorageWeakRef, _Made]) -> "_Input":
         if not isinstance(arg, Tensor):
-            return cls(arg, False, None)
+            return cls(arg, False, False, None)
         kept = _pack(made, arg.detach())  # detached: it must not hold the graph that leads to it
-        return cls(kept, arg.requires_grad, arg._version if isinstance(kept, Tensor) else None)
+        return cls(kept, True, arg.requires_grad, arg._version if isinstance(kept, Tensor) else None)
 
     def get(self) -> Any:
         kept = self.kept
         if isinstance(kept, Tensor):
             assert kept._version == self.version, "written to after it was used in forward"
-        return _unpack(kept).detach().requires_grad_(self.requires_grad) if isinstance(kept, Tensor | _Piece) else kept
+        return _unpack(kept).detach().requires_grad_(self.requires_grad) if self.is_tensor else kept
 
 
 class _Recipe:

@@ -7,6 +7,8 @@ nothing after it is needed again. `moe.redispatch` trades the kept rows back for
 
 With mode "none", `recompute` names parts of a block whose activations are made again one by one (block.py, rebuild.py).
 
+What they keep goes through saved_tensors_hooks around the block, so that it can be offloaded (offload.py).
+
 All of them go for every block: the layers and those of multi-token prediction, which torchtitan's loop leaves out.
 
 Pipeline schedules that split backward (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) first ask a block for its
@@ -102,7 +104,7 @@ class SelectiveCheckpointing(_EveryBlock, SelectiveAC):
         config = cast("SelectiveCheckpointing.Config", self.config)
         wrapped = super()._wrap_block(module, base_fqn=base_fqn)
         assert isinstance(wrapped, CheckpointWrapper)
-        changes: dict[str, Any] = {"early_stop": True}
+        changes: dict[str, Any] = {"early_stop": True, "respect_saved_tensors_hooks": True}
         if config.splits_backward:
             changes["context_fn"] = partial(lasting, wrapped.checkpoint_fn.keywords["context_fn"])
         wrapped.checkpoint_fn = partial(wrapped.checkpoint_fn, **changes)
@@ -126,6 +128,7 @@ class FullCheckpointing(_EveryBlock, FullAC):
             preserve_rng_state=config.preserve_rng_state,
             determinism_check=config.determinism_check,
             early_stop=True,
+            respect_saved_tensors_hooks=True,
             debug=config.debug,
         )
 

@@ -130,6 +130,8 @@ def _experts(twin: Config, world_size: int) -> dict[str, Any]:
     found |= {key: portable for key, (portable, values) in NEEDS_GPU.items() if attrgetter(key)(twin) in values}
     if ep == 1:
         found["moe.dispatcher"] = "auto"
+        names = [name for name in twin.activation_offload.tensors if name != "moe_expert_input"]
+        found["activation_offload.tensors"] = names  # one rank keeps no expert input
     if moe.ranks_per_node is not None:
         found["moe.ranks_per_node"] = 2 if ep > 2 else None
     return found

@@ -22,6 +22,7 @@ from titan_moe.metrics import Metrics
 from titan_moe.moe.balance import balanced_random_ids
 from titan_moe.moe.choices import choose_dispatcher, choose_experts, experts_sync_problem, slab_alignment
 from titan_moe.moe.layout import destinations, static_rows
+from titan_moe.offload_check import offloaded_bytes
 from titan_moe.pipeline_layout import pipeline_layout
 from titan_moe.precision.layers import chosen
 from titan_moe.precision.report import precision_report
@@ -90,7 +91,8 @@ def report(
         )
     if parallel_dims.pp_enabled:
         logger.info(pipeline_layout(config, model_flavor(config)).report())
-    for line in [*moe_report(config, parallel_dims), *precision_report(config), recompute_report(config)]:
+    memory = [recompute_report(config), *offload_report(config)]
+    for line in [*moe_report(config, parallel_dims), *precision_report(config), *memory]:
         logger.info(line)
     logger.info(
         f"Tokens per step: {batch} sequences x {t.seq_len} tokens x {dp_degree} data-parallel ranks x "
@@ -185,3 +187,16 @@ def recompute_report(config: Config) -> str:
         f"Activation checkpointing: made again in backward, of each MoE layer and microbatch: {each}; together "
         f"{saved(*chosen.recompute)}, of a dense layer {saved(*chosen.recompute, moe=False)}"
     )
+
+
+def offload_report(config: Config) -> list[str]:
+    """What the start-up report says about activations in host memory; nothing if there are none."""
+    if not config.activation_offload.tensors:
+        return []
+    itemsize = getattr(torch, config.training.mixed_precision_param).itemsize
+    moe, dense = (offloaded_bytes(config, model_flavor(config), itemsize, moe=moe) for moe in (True, False))
+    each = ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in moe.items())
+    return [
+        f"Activation offload: to host memory, of each MoE layer and microbatch: {each}; together up to "
+        f"{sum(moe.values()) / 2**20:,.1f} MiB, of a dense layer {sum(dense.values()) / 2**20:,.1f} MiB"
+    ]

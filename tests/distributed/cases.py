@@ -36,6 +36,7 @@ TWO_EXPERTS = [
 # Grouped-query attention has no latents, and these families no dense layers.
 GQA = [*(f"--model.{size}=none" for size in ("q_lora_rank", "kv_lora_rank", "dense_hidden_dim")), "--model.n_heads=4"]
 QWEN3, MIXTRAL = ([f"--model.name={name}", *GQA] for name in ("qwen3", "mixtral"))
+OFFLOAD, REST = "--activation_offload.tensors", "layer_input,attn_out"
 SEED_ONLY = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 # The schedule must not follow training.steps where runs of different lengths are compared.
 SCHEDULE_100 = "--lr_scheduler.total_steps=100"
@@ -61,6 +62,7 @@ SLOW: dict[int, set[str]] = {
         *("fsdp2_ep2_fp8_current", "fsdp2_ep2_fp8_block", "fsdp2_ep2_mxfp8_full", "fsdp2_ep2_mxfp8_compiled"),
         *("tp2_nvfp4", "pp2_nvfp4", "pp2_mxfp8"),
         *("fsdp2_no_bias", "fsdp2_ep2_no_bias", "fsdp2_ep2_compiled", "tp2_losses", "tp2_mtp2", "tp2_ep2"),
+        *("fsdp2_ep2_alltoall_selective_offload", "pp2_DualPipeV_offload"),
         *("cp2_plain_order", "pp2_uneven", "pp2_losses", "pp2_zbv_losses", "te_mxfp8", "emulated_mxfp8"),
     },
     4: {
@@ -172,6 +174,12 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "cp2_ep2_losses": [CP2, EP2, *LOSSES],
         "cp2_plain_order": [CP2, "--parallelism.context_parallel_load_balancer=none", SELECTIVE],
         **{f"pp2_{schedule}": [*pipeline(schedule), *mode] for schedule, mode in PIPELINES.items()},
+        "fsdp2_ep2_offload": [EP2, f"{OFFLOAD}={REST},moe_expert_input"],
+        "fsdp2_ep2_full_offload": [EP2, FULL, f"{OFFLOAD}=layer_input,moe_expert_input"],
+        "fsdp2_ep2_alltoall_selective_offload": [EP2, ALLTOALL, SELECTIVE, f"{OFFLOAD}={REST},moe_expert_input"],
+        "pp2_1F1B_offload": [*pipeline("1F1B"), *PIPELINES["1F1B"], f"{OFFLOAD}={REST}"],
+        "pp2_ZBVZeroBubble_offload": [*pipeline("ZBVZeroBubble"), *PARTS, f"{OFFLOAD}={REST}"],
+        "pp2_DualPipeV_offload": [*pipeline("DualPipeV"), *PIPELINES["DualPipeV"], f"{OFFLOAD}=layer_input"],
         "pp2_uneven": [PP2, f"{LAYERS}=[1, 2]", FULL, "--parallelism.pipeline_parallel_microbatch_size=2"],
         "pp2_losses": [PP2, SELECTIVE, *LOSSES],
         "pp2_zbv_losses": [*pipeline("ZBVZeroBubble"), FULL, *LOSSES],

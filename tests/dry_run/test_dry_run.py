@@ -23,7 +23,7 @@ EIGHT = "--training.local_batch_size=8"  # microbatches of a pipeline
 ACCUMULATED = "--training.global_batch_size=24"  # 3 microbatches on each of 4 data-parallel ranks
 CASES = {
     "fsdp4_ep2": [EP2, ACCUMULATED, "--compile.enable"],
-    "pp2_1f1b": [PP2, EP2, EIGHT, "--optimizer.moments_dtype=bfloat16"],
+    "pp2_1f1b": [PP2, EP2, EIGHT, "--optimizer.moments_dtype=bfloat16", "--activation_offload.tensors=attn_out"],
 }
 OTHERS = {
     "full_redispatch": [EP2, FULL, "--moe.redispatch"],
@@ -116,6 +116,7 @@ def test_the_report(runs) -> None:
     for line in ("parameters", "gradients", "optimizer", "activations", "together", "all-to-all", "reduce-scatter"):
         assert f"\n  {line} " in text, text
     assert "1F1B, stages of this rank: 0 (2 layers)" in runs["pp2_1f1b"]["report"]
+    assert "activation offload (what is counted stays on the device)" in runs["pp2_1f1b"]["report"]
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,15 @@ def measure(arguments: list[str]) -> dict[str, float]:
     }
     batch = train.to_device(next(batches), run.device)
     loss_fn, storages = run.loss_fn, Storages()
+    offloader = getattr(model, "offloader", None)
+    host = 0 if offloader is None else offloader.pool.allocated
 
     def ends(output, *args, **kwargs):
         dist.barrier()
         time.sleep(0.2)  # gloo's threads let go of what was sent a moment after it has arrived
         found["activations"] = storages.alive()
+        if offloader is not None:  # more rows than before may have needed more host memory, which is no device's
+            found["activations"] -= offloader.pool.allocated - host
         return loss_fn(output, *args, **kwargs)
 
     run.loss_fn = ends  # what the head does after it is not forward any more

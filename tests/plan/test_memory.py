@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.cases import LAYERS, PP2, SCHEDULE
 from tests.distributed.harness import free_port, torchrun
 from tests.dry_run.harness import dry_runs
-from titan_moe import config_file, flavors, recompute_facts
+from titan_moe import config_file, flavors, offload_check, recompute_facts
 from titan_moe.plan import activations, memory_runs, parameters
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
@@ -208,6 +208,47 @@ def test_reducing_every_microbatch_keeps_only_shards():
     assert {**one, "gradients": shards} == reduced, "as without accumulation, and the shards of the microbatch before"
 
 
+OFFLOADABLE = ("layer_input", "attn_q", "attn_k", "attn_v", "attn_out", "moe_expert_input")
+
+
+@pytest.mark.parametrize("name", OFFLOADABLE)
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_offloading_moves_what_the_start_up_report_says(name: str, kind: parameters.Kind):
+    """And frees as much, but for values, which free the keys that they are a view beside; half an alignment of rows
+    per expert is padding."""
+    options = ["--parallelism.expert_parallel_degree=64", f"--activation_offload.tensors={name}"]
+    config = config_file.load(["train_configs/deepseek_v3_671b.toml", *options, "--activation_checkpoint.recompute="])
+    job = Job.from_config(config, 256, HARDWARE["GB300"])
+    assert job.offload == {name}
+    items = activations.layer(job, kind)
+    said = offload_check.offloaded_bytes(config, job.model, 2, moe=kind == "moe")[name]
+    padding = 256 / 64 * 64 * 2 * job.model.dim if said and name == "moe_expert_input" else 0
+    assert activations.moved(job, items) == pytest.approx(said + padding)
+    before, after = (sum(i.size for i in activations.kept(j, items)) for j in (replace(job, offload=frozenset()), job))
+    assert before - after == pytest.approx((said + padding) * (2 if name == "attn_v" else 1))
+
+
+def test_what_is_recomputed_is_not_moved_and_what_it_keeps_is():
+    job = megatron(ep=64, sharding="fsdp", dispatcher="dedup", recompute_mode="full", offload=frozenset(OFFLOADABLE))
+    items = {item.name: item.size for item in activations.layer(job, "moe")}
+    assert activations.moved(job, activations.layer(job, "moe")) == items["layer input"] + items["received rows"]
+    job = replace(job, redispatch=True)
+    assert activations.moved(job, activations.layer(job, "moe")) == items["layer input"]
+
+
+def test_a_layer_more_of_what_is_offloaded_is_on_its_way_and_a_pipeline_keeps_its_stages_inputs():
+    options = ["--activation_offload.tensors=layer_input"]
+    config = config_file.load(["train_configs/deepseek_v3_671b_b200.toml", *options])
+    moves = Job.from_config(config, 256, HARDWARE["B200"])
+    before, after = (
+        {e.name: e.size for e in entries_of_rank(each, 1)} for each in (replace(moves, offload=frozenset()), moves)
+    )
+    hidden_states = 2.0 * moves.tokens * DEEPSEEK.dim
+    assert (before["offloaded, on its way"], after["offloaded, on its way"]) == (0, hidden_states)
+    assert [(stage.embedding, stage.layers) for stage in moves.stages_of_rank(1)] == [(False, 2)] * 2
+    assert before["layer input"] == 2 * after["layer input"] > 0
+
+
 @pytest.mark.parametrize("part", ["mla_up_proj", "swiglu", "norms", "shared_expert"])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_recompute_saves_what_the_start_up_report_says(part: str, kind: parameters.Kind):
@@ -231,6 +272,10 @@ CASES = {
     "ep": ["--activation_checkpoint.mode=none", "--parallelism.expert_parallel_degree=2"],
     "gqa": ["--model.name=qwen3", "--activation_checkpoint.mode=none", "--loss.num_chunks=4", MOMENTS],
     "gqa_selective": ["--model.name=mixtral", "--activation_checkpoint.mode=selective"],
+    "ep_offload": [
+        *("--activation_checkpoint.mode=none", "--parallelism.expert_parallel_degree=2"),
+        f"--activation_offload.tensors={','.join(OFFLOADABLE)}",
+    ],
     "ep_full": ["--activation_checkpoint.mode=full", "--parallelism.expert_parallel_degree=2"],
 }
 
@@ -253,6 +298,8 @@ def test_real_steps_hold_what_is_planned(measured, name: str):
     sizes = {entry.group: entry.size for entry in states(job, rank=0)}
     assert sizes == {"parameters": real["parameters"], "gradients": real["gradients"], "optimizer": real["moments"]}
     planned = sum(entry.size for entry in activations_held(job, 0, activations.CPU))
+    last_layer = activations.layer(job, "moe", activations.CPU)
+    planned += activations.moved(job, last_layer)  # has not left when forward ends
     assert planned == pytest.approx(real["activations"], rel=0.02)
 
 

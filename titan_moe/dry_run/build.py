@@ -59,15 +59,16 @@ def dry_run(config: Config, world_size: int, rank: int) -> DryRun:
 
 
 def shortened(config: Config, world_size: int) -> Config:
-    """`config` without compilation, with torch's experts for all that keep the same tensors, and with no more
-    microbatches per step than it takes to hold what a longer step would hold: of gradient accumulation's the first adds
-    to nothing and the last reduces; four times as many as it has ranks bring any pipeline to its steady state."""
+    """`config` without compilation and offloading, with torch's experts for all that keep the same tensors, and with no
+    more microbatches per step than it takes to hold what a longer step would hold: of gradient accumulation's the first
+    adds to nothing and the last reduces; four times as many as it has ranks bring any pipeline to its steady state."""
     p = config.parallelism
     pp = p.pipeline_parallel_degree
     microbatches = min(microbatches_per_step(config, world_size), 2 if pp == 1 else 4 * pp)
     config = copy.deepcopy(config)
     config.compile.enable = False
     config.cuda_graph.scope = "none"
+    config.activation_offload.tensors = []
     config.moe.experts = "grouped_mm"
     t = config.training
     if pp > 1:

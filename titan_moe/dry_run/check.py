@@ -63,5 +63,6 @@ def left_out(config: Config) -> list[str]:
         "checkpoints": config.checkpoint.enable,
         "torch.compile (what is counted is eager)": config.compile.enable,
         "CUDA graphs (what is counted is one step as Python goes)": config.cuda_graph.scope != "none",
+        "activation offload (what is counted stays on the device)": bool(config.activation_offload.tensors),
     }
     return [name for name, wanted in asked.items() if wanted]

@@ -1,6 +1,6 @@
 """What a dry run prints: bytes by kind and collectives, beside the planner's figures for the same rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_moe.config import Config
 from titan_moe.dry_run.check import left_out
@@ -29,8 +29,10 @@ class DryRun:
 
 
 def job_of(config: Config, world_size: int) -> Job:
-    """For the planner, which needs some hardware: what a rank holds does not depend on it."""
-    return Job.from_config(config, world_size, hardware.resolve(config.plan.hardware or "GB300"))
+    """For the planner, which needs some hardware: what a rank holds does not depend on it. As a dry run, it keeps on
+    the device what would be offloaded."""
+    job = Job.from_config(config, world_size, hardware.resolve(config.plan.hardware or "GB300"))
+    return replace(job, offload=frozenset())
 
 
 def to_text(run: DryRun) -> str:

@@ -34,6 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titan_moe.offload import offloaded
+
 # SwiGLU on a CPU goes over the rows in blocks of so many numbers, so that its dozen passes find them in the L2 cache.
 CPU_BLOCK_ELEMENTS = 2**16
 
@@ -96,7 +98,7 @@ def by_gemm(
 ) -> Tensor:
     """y_RD by any grouped GEMM; the rows beyond the last slab are undefined."""
     experts, hidden, _, width = w13_EF2D.shape
-    gate_up_R2F = linear(gemm, x_RD, w13_EF2D.view(experts, 2 * hidden, width), source)
+    gate_up_R2F = linear(gemm, x_RD, w13_EF2D.view(experts, 2 * hidden, width), source, keeps="moe_expert_input")
 
     # The wgrad of w2 needs h again. Its node is made before SwiGLU's, so backward comes to it later and finds the h
     # that SwiGLU's backward left for it in passing. If none was left, it computes h itself.
@@ -218,7 +220,7 @@ class _PiecewiseGemm:
 # A grouped linear map with dgrad and wgrad apart
 
 
-def linear(gemm: GroupedGemm, x_RI: Tensor, w_EOI: Tensor, source: Source | None = None) -> Tensor:
+def linear(gemm: GroupedGemm, x_RI: Tensor, w_EOI: Tensor, source: Source | None = None, *, keeps: str = "") -> Tensor:
     """y = x w^T for each slab, as three nodes:
 
                     y         backward of Join hands dy to both
@@ -226,12 +228,14 @@ def linear(gemm: GroupedGemm, x_RI: Tensor, w_EOI: Tensor, source: Source | None
           _Dgrad(x)   _Wgrad(w)       neither knows the other's input
 
     The wgrad keeps what `source` makes x of; without one x, or what a GEMM that quantizes keeps in its place (`keep`
-    of precision/gemm.py).
+    of precision/gemm.py); `keeps` is what activation_offload.tensors calls these.
     """
     y_RO = _Dgrad.apply(x_RI, w_EOI.detach(), gemm)
     again, kept = (None, (x_RI,)) if source is None else (source.gather, (source.x_TD,))
     if source is None and w_EOI.requires_grad and hasattr(gemm, "keep"):
         again, kept = gemm.keep(x_RI.detach())
+    if source is None:
+        kept = [offloaded(keeps, tensor) for tensor in kept]
     return Join.apply(y_RO, wgrad_node(gemm, w_EOI, y_RO.shape, again, *kept), None)
 
 

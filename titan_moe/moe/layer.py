@@ -45,6 +45,7 @@ from titan_moe.moe.moving import Moving
 from titan_moe.moe.names import FUSED, GATE, UP, merge_w13, split_w13
 from titan_moe.moe.router import Router, RouterGate, collect, recomputing
 from titan_moe.moe.te_router import TERouter
+from titan_moe.offload import offloaded
 from titan_moe.precision.recipes import RECIPES
 
 
@@ -74,6 +75,8 @@ class FusedExperts(GroupedExperts):
         w13_EF2D, w2_EDF = (
             (w.to_local() if isinstance(w, DTensor) else w).to(x_RD.dtype) for w in (self.w13_EF2D, self.w2_EDF)
         )
+        if source is None:
+            x_RD = offloaded("moe_expert_input", x_RD)
         wanted = x_RD.device.type, x_RD.dtype, w2_EDF.shape
         if self.chosen is None or self.chosen[0] != wanted:
             self.chosen = wanted, self._choose(*wanted)

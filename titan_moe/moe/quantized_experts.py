@@ -38,7 +38,8 @@ def loop(
     gemm = QuantizedGemm(DenseGemm(), recipe)
     y_RD = []
     for x, weight, w13, w2 in zip(x_RD.split([*counts, tail]), weight_R.split([*counts, tail]), w13_EF2D, w2_EDF):
-        gate_R, up_R = linear(gemm, x, w13.flatten(0, 1)).unflatten(1, (-1, 2)).to(wide).unbind(-1)
+        gate_up = linear(gemm, x, w13.flatten(0, 1), keeps="moe_expert_input")
+        gate_R, up_R = gate_up.unflatten(1, (-1, 2)).to(wide).unbind(-1)
         h = F.silu(gate_R) * up_R
         h = (h if late else h * weight[:, None]).to(x.dtype)
         y = linear(gemm, h, w2)

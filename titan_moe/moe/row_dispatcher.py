@@ -10,6 +10,7 @@ from titan_moe.moe.contract import Dispatcher, Plan, Received, RowPlan
 from titan_moe.moe.exchange import start_combine, start_dispatch
 from titan_moe.moe.moving import Moving, Steps
 from titan_moe.moe.rows import gather_rows, select_copies, sum_rows
+from titan_moe.offload import offloaded
 
 
 class RowDispatcher(Dispatcher):
@@ -39,6 +40,7 @@ class RowDispatcher(Dispatcher):
             arrived = start_dispatch(rows, weights, hop.row_splits, hop.copy_splits, self.group)
             yield
             rows, weights = arrived()
+            rows = offloaded("moe_expert_input", rows)  # under recompute these are kept, and the slabs are filled again
         x_RD = gather_rows(rows, plan.rows, zero_fill=not plan.hops)
         return Received(x_RD, select_copies(weights, plan.copies), plan.padded_counts_e, plan)
 

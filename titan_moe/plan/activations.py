@@ -41,6 +41,8 @@ class Item(NamedTuple):
     """The recompute choice that drops it (`Job.recompute`)"""
     offload: str = ""
     """The tensor's name for offloading (`Job.offload`)"""
+    moves: float = 1.0
+    """Share of it that offloading moves: a view that leaves frees all the memory that it kept"""
     selective: bool = False
     """Kept by op-wise selective recompute (torchtitan's SelectiveAC and the ops of moe/dispatch.py)"""
     whole: bool = False
@@ -70,9 +72,18 @@ def layer(job: Job, kind: Kind, kernels: Kernels = GPU) -> list[Item]:
 
 def kept(job: Job, items: list[Item]) -> list[Item]:
     """What of `items` stays on the GPU from forward to backward under the job's recompute and offload choices."""
+    return [item for item in _not_made_again(job, items) if item.offload not in job.offload]
+
+
+def moved(job: Job, items: list[Item]) -> float:
+    """Bytes of `items` that go to the host in forward, and come back in backward, under these choices."""
+    return sum(item.size * item.moves for item in _not_made_again(job, items) if item.offload in job.offload)
+
+
+def _not_made_again(job: Job, items: list[Item]) -> list[Item]:
     stays = {"none": lambda item: True, "selective": lambda item: item.selective or item.whole, "full": _is_whole}
     items = [item for item in items if stays[job.recompute_mode](item)]
-    return [item for item in items if item.recompute not in job.recompute and item.offload not in job.offload]
+    return [item for item in items if item.recompute not in job.recompute]
 
 
 def _is_whole(item: Item) -> bool:
@@ -140,7 +151,7 @@ def _megatron_attention(f: Flavor, wide: float, gemm: float) -> list[Item]:
         Item("query latent and its norm", (wide + gemm) * latent[0]),
         Item("key/value latent and its norm", wide * latent[1] + gemm * f.kv_lora_rank),
         Item("query", wide * width * qk, "mla_up_proj", "attn_q"),
-        Item("key", wide * width * qk, "mla_up_proj"),
+        Item("key", wide * width * qk, "mla_up_proj", "attn_k"),
         Item("value", wide * width * f.v_head_dim, "mla_up_proj", "attn_v"),
     ]
 
@@ -162,7 +173,8 @@ def titan_layer(job: Job, kind: Kind, kernels: Kernels = GPU) -> list[Item]:
     norm_input = kernels.norm_is_fused or selective
     input_size = wide * f.dim if norm_input or job.recompute_mode == "full" else 0.0
     return [
-        Item("layer input", input_size, whole=True),
+        # What is before a multi-token prediction layer keeps that one's input.
+        Item("layer input", input_size, offload="" if kind == "mtp" else "layer_input", whole=True),
         *_norm("attention norm", f.dim, job, kernels, gathered=job.tp),
         *(_titan_gqa(job, wide, kernels) if f.attention == "gqa" else _titan_attention(job, wide, kernels, norm_input)),
         *_products(job, wide),
@@ -194,7 +206,7 @@ def _titan_attention(job: Job, wide: float, kernels: Kernels, norm_input: bool) 
     saved = saved_products(job)
     # A view of the values keeps the expanded keys beside them; padding makes a tensor of its own. Context parallelism
     # gathers keys and values of the whole sequence.
-    values = qk if kernels.values_are_padded else f.qk_nope_head_dim + f.v_head_dim
+    values, own = (qk, qk) if kernels.values_are_padded else (f.qk_nope_head_dim + f.v_head_dim, f.v_head_dim)
     items = [
         Item("query latent", wide * f.q_lora_rank if norm_input else 0.0, selective="query latent" in saved),
         *(_norm("query latent norm", f.q_lora_rank, job, kernels, gathered=job.tp) if f.q_lora_rank else []),
@@ -202,14 +214,15 @@ def _titan_attention(job: Job, wide: float, kernels: Kernels, norm_input: bool) 
         *_norm("key/value latent norm", f.kv_lora_rank, job, kernels, gathered=job.tp),
         Item("rotation", 4.0 * tokens * job.tp * f.qk_rope_head_dim),
         Item("query", head * qk, "mla_up_proj", "attn_q"),
-        Item("key", head * qk * job.cp, "mla_up_proj"),
-        Item("value", head * values * job.cp, "mla_up_proj", "attn_v"),
+        Item("key", head * qk * job.cp, "mla_up_proj", "attn_k"),
+        Item("value", head * values * job.cp, "mla_up_proj", "attn_v", moves=own / values),
         Item("log-sum-exp", 4.0 * tokens * f.n_heads, selective=not kernels.values_are_padded),
         Item("attention output", head * f.v_head_dim, offload="attn_out", selective=not kernels.values_are_padded),
     ]
     if kernels.values_are_padded:
         mask = 2.0 * tokens * job.seq_len
-        return [*items, Item("attention output, padded", head * qk), Item("attention mask", mask)]
+        padded = Item("attention output, padded", head * qk, offload="attn_out")
+        return [*items, padded, Item("attention mask", mask)]
     return items
 
 
@@ -226,11 +239,11 @@ def _titan_gqa(job: Job, wide: float, kernels: Kernels) -> list[Item]:
     return [
         *norms,
         Item("rotation", 8.0 * tokens * head),
-        Item("query", query),
-        Item("key", key * job.cp),
-        Item("value", key * job.cp),
+        Item("query", query, offload="attn_q"),
+        Item("key", key * job.cp, offload="attn_k"),
+        Item("value", key * job.cp, offload="attn_v"),
         Item("log-sum-exp", 4.0 * job.tokens * f.n_heads, selective=not kernels.values_are_padded),
-        Item("attention output", query, selective=not kernels.values_are_padded),
+        Item("attention output", query, offload="attn_out", selective=not kernels.values_are_padded),
         *([Item("attention mask", 2.0 * job.tokens * job.seq_len)] if kernels.values_are_padded else []),
     ]
 
@@ -299,7 +312,12 @@ def _routed(job: Job, kernels: Kernels) -> list[Item]:
         crossed = 0.0 if job.ranks_per_node is None else node_rows(job)
         received = [
             # Recompute hands rows on again, to get at what the last hop received, which it finds kept: so this too is.
-            Item("rows of the first hop", 2.0 * crossed * f.dim if again else 0.0, whole=not job.redispatch),
+            Item(
+                "rows of the first hop",
+                2.0 * crossed * f.dim if again else 0.0,
+                offload="moe_expert_input",
+                whole=not job.redispatch,
+            ),
             Item("expert input", 0.0 if again else 2.0 * rows * f.dim, offload="moe_expert_input"),
             Item(
                 "received rows", 2.0 * wire * f.dim if again else 0.0, "", "moe_expert_input", whole=not job.redispatch

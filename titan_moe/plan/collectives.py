@@ -30,8 +30,7 @@ def beside(job: Job, kind: Kind, forward: float, backward: float) -> dict[str, t
             reducing * max(again + reduce - backward, 0.0) + (1 - reducing) * max(again - backward, 0.0),
         )
     if job.offload:
-        copied = sum(item.size for item in activations.layer(job, kind) if item.offload in job.offload)
-        seconds = copied / (hw.host_gb_s * 1e9)
+        seconds = activations.moved(job, activations.layer(job, kind)) / (hw.host_gb_s * 1e9)
         found["exposed offload"] = (max(seconds - forward, 0.0), max(seconds - backward, 0.0))
     return found
 

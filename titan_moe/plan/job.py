@@ -86,7 +86,7 @@ class Job:
     recompute: frozenset[str] = frozenset()
     """Modules recomputed in every layer, values of RECOMPUTE_NAMES"""
     offload: frozenset[str] = frozenset()
-    """Activations kept in host memory"""
+    """Activations that wait for backward in host memory: values of activation_offload.tensors"""
     dispatcher: Dispatcher = "alltoall"
     mxfp8_payload: bool = False
     """Whether rows travel to experts as MXFP8, as with moe.te_ep_payload"""
@@ -244,6 +244,7 @@ def _from_config(config: Config, gpus: int, hardware: Hardware) -> Job:
         reduce_every_microbatch=p.fsdp_reduce_every_microbatch,
         recompute_mode=ac.mode,
         recompute=frozenset(ac.recompute),
+        offload=frozenset(config.activation_offload.tensors),
         dispatcher=auto if config.moe.dispatcher == "auto" else config.moe.dispatcher,
         mxfp8_payload=config.moe.te_ep_payload == "mxfp8",
         recv_buffer=config.moe.recv_buffer,

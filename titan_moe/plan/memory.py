@@ -257,6 +257,8 @@ def _of_microbatch(job: Job, index: int, kernels: Kernels) -> dict[str, float]:
     for kind, number in _layers([stage]).items():
         for item in activations.kept(job, activations.layer(job, kind, kernels)) if number else []:
             sums[item.name] += number * item.size
+    if "layer_input" in job.offload and not stage.embedding and stage.dense + stage.moe:
+        sums["layer input"] += hidden_states  # that of its first layer is the pipeline's
     if stage.head:
         sums["final norm"] += hidden_states * (2 if kernels.norm_is_fused else 5)
     elif job.sharding == "fsdp" and job.pp > 1:  # torch's stages keep it until the backward that begins with it
@@ -272,12 +274,16 @@ def _working_sets(job: Job, stages: list[Stage], kernels: Kernels) -> list[list[
     again = sum(item.size for item in everything) - sum(
         item.size for item in activations.kept(job, activations.layer(job, kind, kernels))
     )
-    sets = [[Entry("working set", "recomputed layer", max(again, 0.0)), *_layer_backward(job, kind, kernels)]]
+    # Those of one layer more than the one that computes: of the last in forward, or of the next in backward.
+    moved = activations.moved(job, activations.layer(job, kind, kernels))
+    under_way = [Entry("working set", "offloaded, on its way", moved)]
+    again = max(again, 0.0)
+    sets = [[Entry("working set", "recomputed layer", again), *under_way, *_layer_backward(job, kind, kernels)]]
     if any(stage.head for stage in stages):
         chunk = job.tokens / job.loss_chunks * f.vocab_size / job.tp
         # Logits, and in FP32 logits, log-probabilities and their gradient; Megatron works in place.
         per_logit = 6 if job.sharding == "zero1" else 2 + 4 + 4 + 4 + 2
-        head = [Entry("working set", "logits", per_logit * chunk)]
+        head = [Entry("working set", "logits", per_logit * chunk), *under_way]
         if job.sharding == "fsdp":  # gathered in BF16, a BF16 gradient, and its sum over chunks in FP32
             summed_already = job.microbatches > 1 and not job.reduce_every_microbatch
             size = (2 if job.reshard_after_forward else 0) + 2 + (0 if summed_already else 4)
