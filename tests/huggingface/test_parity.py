@@ -16,7 +16,8 @@ from tests.huggingface import peers
 from titan_moe.attention import documents
 from titan_moe.config_check import check
 from titan_moe.huggingface.export import export
-from titan_moe.huggingface.load import load
+from titan_moe.huggingface.folder import tensors
+from titan_moe.huggingface.load import Piece, _read, load
 
 FEW = ("deepseek_v3", "deepseek_v3 yarn, 12 experts, full queries", "qwen3", "mixtral 12 experts")
 SHAPES = [pytest.param(shape, marks=() if shape in FEW else pytest.mark.slow) for shape in peers.SHAPES]
@@ -189,6 +190,11 @@ def test_fp8_blocks_equal_those_dequantized_beforehand(tmp_path, group):
     fp8, expected = found
     assert len({value.dtype for value in stored.values()}) == 2
     assert all(torch.equal(fp8[name], value) for name, value in expected.items())
+    # As a rank of a mesh reads it: a slice that begins and ends inside blocks.
+    name, part = "model.layers.0.mlp.gate_proj.weight", torch.empty(150, 80)
+    there, _ = tensors(tmp_path / "fp8")
+    _read(tmp_path / "fp8", [Piece(name, (100, 90), part)], there, (128, 128))
+    assert torch.equal(part, dequantized[name][100:250, 90:170])
 
 
 def test_three_steps_equal_three_steps_of_transformers(tmp_path, group):
