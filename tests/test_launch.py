@@ -124,7 +124,12 @@ def test_a_folder_of_checkpoints_is_none(capsys: pytest.CaptureFixture[str], con
     for start in (newest.parent, newest.parent.parent):
         message = refused(capsys, [config, "--checkpoint.enable", f"--checkpoint.initial_load_path={start}/"], {})
         assert f"is no checkpoint, but holds some; name one of them, such as {newest}" in message
-    accepted(capsys, [config, "--checkpoint.enable", f"--checkpoint.initial_load_path={newest}/"], {})
+    start = [config, "--checkpoint.enable", f"--checkpoint.initial_load_path={newest}/"]
+    assert "holds neither a checkpoint (manifest.json, .metadata) nor Hugging Face weights" in refused(
+        capsys, start, {}
+    )
+    (newest / "manifest.json").touch()
+    accepted(capsys, start, {})
     gone = [config, "--checkpoint.enable", "--checkpoint.initial_load_path=gone"]
     assert "is no folder" in refused(capsys, gone, {})
     accepted(capsys, [*gone, "--job.dump_folder=mine"], {})  # a run that has checkpoints of its own does not look at it

@@ -5,7 +5,7 @@ Imports no transformers: each rank is a fork of a server that has imported this.
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import titan_moe.runtime as runtime
 
@@ -50,6 +50,32 @@ def on_mesh(tell: Callable[[Any], None], config: Config, out: Path) -> None:
     export.FILE_BYTES = 100_000
     export.export(config, out / "step-1", out / "hf", None, group=dist.group.WORLD)
     tell("done")
+
+
+def memory(tell: Callable[[Any], None], config: Config, out: Path) -> None:
+    """Tell by how many bytes the process grew, at its peak, over the model that was there: in an export to files of
+    60 MB, and in an import of them."""
+    export.FILE_BYTES = 60 << 20
+    model = build_model(config).to_empty(device="cpu")
+    init_weights(model, seed=0)
+    dcp.save(model.state_dict(), checkpoint_id=out / "step-1")
+    grown = []
+    assert dist.group.WORLD is not None
+    for work in (
+        lambda: export.export(config, out / "step-1", out / "hf", torch.bfloat16),
+        lambda: load(out / "hf", config, [model], cast(Any, dist.group.WORLD)),
+    ):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = _resident("VmRSS")
+        work()
+        grown.append(_resident("VmHWM") - before)
+    tell(grown)
+
+
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    return 1024 * int(kib)
 
 
 def training(tell: Callable[[Any], None], argv: list[str]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.distributed.harness import REPO
 from tests.faults.checkpoint_run import Job
 from tests.huggingface import mesh_run, peers
-from titan_moe.config import Parallelism
+from titan_moe.config import Config, Model, Parallelism
 from titan_moe.convert import main as convert
 from titan_moe.huggingface.load import load
 
@@ -58,6 +58,21 @@ def test_ranks_load_and_write_what_one_does(mesh, tmp_path, group):
     assert len(list((tmp_path / "hf").glob("model-*"))) > 4  # every rank has written
     assert written.keys() == theirs.keys()
     assert all(torch.equal(written[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.slow
+def test_no_more_than_a_file_or_a_parameter_is_in_memory(tmp_path):
+    """Beside a model of 400 MB: on import one mapped file of 68 MB, on export three times one weight's stack of 64 MB
+    (the piece that was saved, the whole, a part in the other type)."""
+    config = Config(model=Model(norm_eps=1e-6, dim=512, moe_hidden_dim=512, num_experts=64, n_layers=3))
+    config.checkpoint.enable, config.checkpoint.initial_load_path = True, str(tmp_path / "hf")
+    job = Job(tmp_path / "store", mesh_run.memory, config, tmp_path)
+    ((exporting, importing),) = job.hear()
+    job.end()
+    largest = max(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert largest < 80e6 < sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert importing < largest + 20e6
+    assert exporting < 4 * 64 * 512 * 512 * 4
 
 
 def test_a_training_from_a_folder_to_a_folder(tmp_path):
