@@ -28,9 +28,7 @@ from torchtitan.models.deepseek_v3 import MTPDecoder
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 
-from titan_moe import config_file, offload, parallel, random_state, run_folder, startup
-from titan_moe.checkpoint import Progress, build_checkpointer
-from titan_moe.checkpoint import load as load_checkpoint
+from titan_moe import checkpoint, config_file, offload, parallel, random_state, run_folder, startup
 from titan_moe.checkpoint_manager import VerifiedCheckpoints
 from titan_moe.config import Config
 from titan_moe.corruption import CorruptionCheck
@@ -78,7 +76,7 @@ class Run:
     checkpointer: VerifiedCheckpoints
     metrics: Metrics
     telemetry: Telemetry
-    progress: Progress
+    progress: checkpoint.Progress
     stop: Stop
     spmd_context: dist_utils.SpmdContext
 
@@ -130,9 +128,9 @@ def build(config: Config) -> Run:
     lr_schedulers = build_lr_schedulers(config, optimizers)
 
     # 8) checkpoint: resumes, or starts from other weights, or does nothing
-    progress = Progress()
+    progress = checkpoint.Progress()
     guard = Guard(config, model_parts, lr_schedulers, progress, parallel_dims.tp, device)
-    checkpointer = build_checkpointer(
+    checkpointer = checkpoint.build_checkpointer(
         config,
         folder,
         model_parts=model_parts,
@@ -141,7 +139,7 @@ def build(config: Config) -> Run:
         dataloader=dataloader,
         states={"progress": progress, "guard": guard},
     )
-    if not config.checkpoint.create_seed_checkpoint and load_checkpoint(checkpointer, startup.load_step(config)):
+    if not config.checkpoint.create_seed_checkpoint and checkpoint.load(checkpointer, startup.load_step(config)):
         apply_hyperparameters(config, optimizers, lr_schedulers)
 
     # 9) metrics; the configuration is saved only now, so that one which cannot resume this run replaces nothing

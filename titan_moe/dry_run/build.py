@@ -18,7 +18,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
 import train
-from titan_moe import parallel, runtime
+from titan_moe import checkpoint, parallel, runtime
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.corruption import CorruptionCheck
@@ -97,7 +97,7 @@ def build(config: Config, world_size: int, rank: int, fake: FakeTensorMode) -> t
     loss_fn = build_loss(config, model_parts[-1])
     if pipeline is not None:
         pipeline.loss_fn = loss_fn
-    progress, lr_schedulers = train.Progress(), build_lr_schedulers(config, optimizers)
+    progress, lr_schedulers = checkpoint.Progress(), build_lr_schedulers(config, optimizers)
     with fake:
         guard = Guard(config, model_parts, lr_schedulers, progress, parallel_dims.tp, gpu.DEVICE)
     guard.settle = lambda: None  # type: ignore[method-assign]  # no verdict ever comes to this host
