@@ -58,6 +58,7 @@ def read(words: str = "") -> Config:
         ("training.mixed_precision_param=float32", 'set it to "bfloat16"'),
         ("parallelism.fsdp_reshard_after_forward=always", 'choose "default" or "never"'),
         ("guards.corruption_check_every=5 debug.deterministic", "guards.corruption_check_every = 5 looks from Python"),
+        ("activation_offload.tensors=attn_q", "activation_offload.tensors moves activations"),
         ("precision.recipe=nvfp4", 'precision.recipe = "nvfp4" with precision.backend = "auto" may be emulated'),
     ],
 )

@@ -25,7 +25,9 @@ def mark() -> Mark:
     """Now, on the host and on the current stream."""
     if DEVICE_TYPE == "cpu":
         return Mark(time.perf_counter())
-    event = torch.get_device_module(DEVICE_TYPE).Event(enable_timing=True)
+    # In a CUDA graph that is being captured, an ordinary event would mark a place in the graph, which has no time.
+    recorded = {"external": True} if DEVICE_TYPE == "cuda" and torch.cuda.is_current_stream_capturing() else {}
+    event = torch.get_device_module(DEVICE_TYPE).Event(enable_timing=True, **recorded)
     event.record()
     return Mark(time.perf_counter(), event)
 

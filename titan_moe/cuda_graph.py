@@ -18,9 +18,10 @@ Python does during a step has to be the same in each. `cuda_graph_check.py` refu
 `problem` what only shows on the machine.
 
 **What Python leaves behind.** A replay runs kernels and no Python, but forward and backward also leave tensors in
-attributes: the gradients, the layers' auxiliary losses, their counts of dropped copies, their overflow flags. Those who
-take them between two steps set them to None. So after each replay the tensors of the capture, which now have the new
-step's numbers, are put there again. What modules add to in place, such as their load counts, needs nothing.
+attributes: the gradients, the layers' auxiliary losses, what they tell of the router, their counts of dropped copies,
+their overflow flags. Those who take them between two steps set them to None. So after each replay the tensors of the
+capture, which now have the new step's numbers, are put there again. What modules add to in place, such as their load
+counts, needs nothing.
 
 **What is done in between.** An evaluation leaves some parameters gathered, as FSDP2 sees it for the next forward. A
 capture that found them so would not record their gather, and every replay would use these weights; before a replay
@@ -102,7 +103,8 @@ class StepGraph:
         self.places: list[tuple[Any, str]] = [(p, "grad") for part in model_parts for p in part.parameters()]
         for moe in (moe for part in model_parts for moe in moe_layers(part).values()):
             region = moe.routed_experts
-            self.places += [(moe, "loss"), (moe.router.gate, "loss"), (region, "dropped"), (region, "overflow")]
+            self.places += [(moe, "loss"), (moe.router.gate, "loss"), (moe, "decisions_2")]
+            self.places += [(region, "dropped"), (region, "overflow")]
         self.left: list[Tensor | None] = []  # what the last run of Python put in these places
 
     def __call__(self, compute: Compute, valid_tokens: Tensor, microbatches: list[Inputs]) -> Parts:

@@ -57,6 +57,11 @@ def _python(config: Config) -> list[str]:
             f"guards.corruption_check_every = {every} looks from Python at what each layer returns, and a replay calls "
             "no Python; leave one of them out"
         )
+    if config.activation_offload.tensors:
+        found.append(
+            "activation_offload.tensors moves activations to buffers of the host that Python hands out in each step; "
+            "leave one of them out"
+        )
     if precision.recipe == "nvfp4" and precision.backend != "te":
         found.append(
             f'precision.recipe = "nvfp4" with precision.backend = "{precision.backend}" may be emulated, which draws '
