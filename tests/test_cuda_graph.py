@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from tests.cuda_graph_double import cuda_graphs
 from tests.distributed.harness import REPO, SMALL_FP32, free_port
 from tests.faults.checkpoint_run import Job as Ranks
-from titan_moe import config_file, cuda_graph, cuda_graph_check, launch
+from titan_moe import config_file, cuda_graph, cuda_graph_check, in_flight, launch
 from titan_moe.config import Config
 from titan_moe.config_check import check
 from titan_moe.inputs import Inputs
@@ -243,3 +243,27 @@ def test_the_host_reads_nothing(tmp_path):
     found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in cases}
     assert "plan_dedup" in found.pop("exact")
     assert found == dict.fromkeys(found)
+
+
+def test_a_recorded_step_is_one_phase():
+    """A replay makes no marks, so there must be none inside: the phase "graph" has all of its time."""
+    phases = Phases()
+    replay: Any = SimpleNamespace(factor=None)
+
+    def compute(microbatches: list[Inputs], valid_tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        ((tokens_BL, *_),) = microbatches
+        in_flight.InFlight([], (), "dispatch", backward=False, sent=0, received=0)
+        return {"loss": phases.around(torch.sum, "loss")(tokens_BL)}
+
+    in_flight.log = []
+    try:
+        with cuda_graphs():
+            launch = cuda_graph.StepGraph([], replay, phases)
+            for _ in range(4):
+                phases.step()
+                launch(compute, torch.tensor(4), [(torch.ones(2, 3), torch.ones(2, 3), {})])
+        assert in_flight.log == []
+    finally:
+        in_flight.log = None
+    seconds, steps = phases.take()
+    assert steps == 4 and {name for name, spent in seconds.items() if spent} == {"graph", "other"}
