@@ -129,7 +129,7 @@ def _experts(twin: Config, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"parallelism.expert_parallel_degree": ep}
     found |= {key: portable for key, (portable, values) in NEEDS_GPU.items() if attrgetter(key)(twin) in values}
     if ep == 1:
-        found["moe.dispatcher"] = "auto"
+        found |= {"moe.dispatcher": "auto", "moe.overlap": "none"}
         names = [name for name in twin.activation_offload.tensors if name != "moe_expert_input"]
         found["activation_offload.tensors"] = names  # one rank keeps no expert input
     if moe.ranks_per_node is not None:

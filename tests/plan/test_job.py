@@ -164,7 +164,7 @@ def test_a_layout_that_does_not_add_up_is_refused():
         ("1F1B", 8, "none", [0]),
         ("Interleaved1F1B", 16, "none", [0, 8]),
         ("ZBVZeroBubble", 16, "none", [0, 15]),
-        ("DualPipeV", 16, "dualpipe", [0, 15]),
+        ("DualPipeV", 16, "none", [0, 15]),
     ],
 )
 def test_pipeline_schedules(schedule, stages_, overlap, first_rank):

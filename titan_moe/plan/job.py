@@ -253,7 +253,7 @@ def _from_config(config: Config, gpus: int, hardware: Hardware) -> Job:
         early_weighting=config.moe.weighting == "early",
         redispatch=config.moe.redispatch,
         fused_grouped_mlp=config.moe.experts == "te_fused",
-        overlap="dualpipe" if p.pipeline_parallel_schedule == "DualPipeV" and pp > 1 else config.moe.overlap,
+        overlap=config.moe.overlap,  # torch runs DualPipeV's paired forward and backward one after the other
         release="titan",
         graphs=config.cuda_graph.scope,
         sync_free=p.expert_parallel_degree == 1 or config.moe.recv_buffer != "exact",
