@@ -87,7 +87,12 @@ class RowPlan(Plan):
 
     rows: RowMap  # from the rows that arrive (without hops: the tokens) to the slabs
     copies: CopyMap  # the same for routing weights
-    hops: list[Hop] = field(default_factory=list)
+    hops: list[Hop] = field(default_factory=list)  # those of the first chunk of the tokens, of the second, ...
+    chunks: int = 1
+
+    def chunk_tokens(self) -> list[int]:
+        """Tokens of each chunk: those of `Tensor.tensor_split`."""
+        return [self.tokens // self.chunks + (i < self.tokens % self.chunks) for i in range(self.chunks)]
 
 
 @dataclass
