@@ -32,6 +32,7 @@ from tests import te_doubles
 from tests.distributed import te_ep_checks
 from titan_moe.moe import dedup, exchange, experts, static, te_ep_ops
 from titan_moe.moe.dispatch import PAYLOAD_OPS, PLAN_OPS, make_dispatcher
+from titan_moe.phase_hooks import exchange_nodes
 
 NAN = float("nan")
 
@@ -549,6 +550,9 @@ def keeps_hops_apart(case: Case, group) -> None:
         events.clear()
         out.backward(rank.all_grad[rank.me])
         assert events == pipelined(first, last) + pipelined(last, first)
+    for result in (received.x_RD, out):  # where backward waits, for whoever times it
+        nodes = [node for node in exchange_nodes(result) if "start_" in node.name()]
+        assert len(nodes) == len(set(nodes)) == 2 * case.chunks
 
 
 def overflows(case: Case, group) -> None:

@@ -50,7 +50,8 @@ def test_chunks_share_the_two_hops(monkeypatch) -> None:
     for hop, chunks in zip(whole, (hops[::2], hops[1::2])):
         for what in ("rows", "copies"):
             received = [getattr(chunk, what)[0] for chunk in chunks]
-            assert [sum(each) for each in zip(*received)] == getattr(hop, what)[0]
+            missing = [of_all - sum(each) for each, of_all in zip(zip(*received), getattr(hop, what)[0])]
+            assert min(missing) >= 0 and max(missing) <= 3 * NODES  # each part was rounded down
             assert all(min(filter(None, each)) > 0.9 * max(each) for each in zip(*received) if any(each))
 
 

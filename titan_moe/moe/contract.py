@@ -90,9 +90,10 @@ class RowPlan(Plan):
     hops: list[Hop] = field(default_factory=list)  # those of the first chunk of the tokens, of the second, ...
     chunks: int = 1
 
-    def chunk_tokens(self) -> list[int]:
-        """Tokens of each chunk: those of `Tensor.tensor_split`."""
-        return [self.tokens // self.chunks + (i < self.tokens % self.chunks) for i in range(self.chunks)]
+
+def chunk_tokens(tokens: int, chunks: int) -> list[int]:
+    """Tokens of each chunk, as many as `Tensor.tensor_split` gives it."""
+    return [tokens // chunks + (i < tokens % chunks) for i in range(chunks)]
 
 
 @dataclass
