@@ -78,6 +78,8 @@ def test_backends_of_gpus_give_way():
     config.moe.dispatcher = "dedup"
     assert [scale_down(config, n)[0].moe.dispatcher for n in (1, 4)] == ["auto", "dedup"]
     assert [scale_down(config, n)[0].moe.ranks_per_node for n in (1, 2, 4)] == [None, None, 2]
+    config.moe = replace(config.moe, hop_chunks=4)
+    assert [scale_down(config, n)[0].moe.hop_chunks for n in (1, 2, 4)] == [1, 1, 4]
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, (_, values) in NEEDS_GPU.items() for value in values])

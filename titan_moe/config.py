@@ -141,6 +141,10 @@ class MoE:
     """With "dedup": a token crosses to each node of so many ranks once and fans out inside it; unset: it is sent to
     each rank"""
 
+    hop_chunks: int = 1
+    """With ranks_per_node: tokens are sent in so many parts, and while one fans out inside a node the next one crosses
+    to it"""
+
     capacity_factor: float | None = None
     """Each (rank, expert) pair keeps at most factor x tokens x K / E copies and drops the rest; unset: nothing is
     dropped. Losses then depend on how many ranks there are"""

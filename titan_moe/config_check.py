@@ -61,7 +61,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "parallelism.fsdp_prefetch_layers "
         "parallelism.expert_parallel_degree parallelism.tensor_parallel_degree parallelism.context_parallel_degree "
         "parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_microbatch_size "
-        "moe.ranks_per_node checkpoint.interval metrics.log_freq plan.gpus "
+        "moe.ranks_per_node moe.hop_chunks checkpoint.interval metrics.log_freq plan.gpus "
         "profiling.step profiling.profile_freq profiling.profiler_active",
     ),
     (

@@ -96,6 +96,7 @@ def moe_settings(config: Config, recipe: str | None = None) -> dict[str, Any]:
         "recipe": recipe,
         "weighting": m.weighting,
         "ranks_per_node": m.ranks_per_node,
+        "hop_chunks": m.hop_chunks,
         "capacity_factor": m.capacity_factor,
         "drop_policy": m.drop_policy,
         "recv_buffer": m.recv_buffer,

@@ -29,6 +29,11 @@ def check(config: Config) -> list[str]:
             f"moe.ranks_per_node = {per_node}: only the dispatcher dedup sends by node, and only with an "
             'expert_parallel_degree above 1; leave it out, or set moe.dispatcher = "dedup"'
         )
+    if per_node is None and moe.hop_chunks > 1:
+        found.append(
+            f"moe.hop_chunks = {moe.hop_chunks}: pipelines the two hops of tokens that are sent by node, and without "
+            "moe.ranks_per_node they take one; set that, or leave moe.hop_chunks at 1"
+        )
     if per_node is not None and moe.recv_buffer != "exact":
         found.append(
             f"moe.recv_buffer = {literal(moe.recv_buffer)}: a fixed size is for tokens that go straight to their "

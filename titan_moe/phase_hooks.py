@@ -36,8 +36,10 @@ PHASES = {
 }
 """Of modules, by a pattern of their names"""
 
-MOVES = ("_GatherRows", "_SumRows", "_SelectCopies", *(f"{half}_{way}" for half in ("start", "wait") for way in MOVED))
-"""Parts of the names of the nodes that make up a dispatch or a combine"""
+JOINS = "CatBackward"
+MOVES = (JOINS, "_GatherRows", "_SumRows", "_SelectCopies")
+MOVES += tuple(f"{half}_{way}" for half in ("start", "wait") for way in MOVED)
+"""Parts of the names of the nodes that make up a dispatch or a combine, and of the one where its chunks join"""
 
 FSDP_CALLS = ("unshard", "wait_for_unshard", "pre_forward", "post_forward", "pre_backward", "post_backward")
 FSDP_CALLS += ("finalize_backward",)
@@ -113,11 +115,15 @@ def exchange_nodes(result: Any) -> Iterator[Node]:
     do something else too, and it is in the latter that it waits (moe/exchange.py)."""
     for node in nodes_of(result):
         yield node
-        first: Node | None = node
-        while first is not None and any(word in first.name() for word in MOVES):
+        left: list[Node | None] = [node]
+        while left:
+            first = left.pop()
+            if first is None or not any(word in first.name() for word in MOVES):
+                continue
             if "start_" in first.name():
                 yield first
-            first = first.next_functions[0][0]
+            chunks = len(first.next_functions) if JOINS in first.name() else 1
+            left += [behind for behind, _ in first.next_functions[:chunks]]
 
 
 def _fsdp_groups(part: nn.Module) -> Iterator[Any]:

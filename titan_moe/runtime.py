@@ -203,16 +203,20 @@ def prepare_for_backend(model: torch.nn.Module) -> None:
 def set_timeouts(parallel_dims: ParallelDims, seconds: int) -> None:
     """Tighten every group's time limit once the slow first step is over. All ranks wait for each other first: a rank
     still in the first step must not meet the new limit."""
+    from titan_moe.moe.dedup import last_hop_groups
+
     timeout = timedelta(seconds=seconds)
     if _watchdog is not None:
         _watchdog.training()
     if DEVICE_TYPE != "cpu":
         dist_utils.set_pg_timeouts(timeout, parallel_dims)
-        return
-    dist.barrier()
-    for mesh in parallel_dims.get_all_one_dimensional_meshes().values():
-        dist.set_timeout(timeout, mesh.get_group())
-    dist.set_timeout(timeout, None)
+    else:
+        dist.barrier()
+        for mesh in parallel_dims.get_all_one_dimensional_meshes().values():
+            dist.set_timeout(timeout, mesh.get_group())
+        dist.set_timeout(timeout, None)
+    for group in last_hop_groups():
+        dist.set_timeout(timeout, group)
 
 
 class DeviceMemory:

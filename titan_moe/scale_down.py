@@ -134,6 +134,7 @@ def _experts(twin: Config, world_size: int) -> dict[str, Any]:
         found["activation_offload.tensors"] = names  # one rank keeps no expert input
     if moe.ranks_per_node is not None:
         found["moe.ranks_per_node"] = 2 if ep > 2 else None
+        found["moe.hop_chunks"] = moe.hop_chunks if ep > 2 else 1
     return found
 
 

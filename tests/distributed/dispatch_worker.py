@@ -30,8 +30,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests import te_doubles
 from tests.distributed import te_ep_checks
-from titan_moe.moe import experts, static, te_ep_ops
+from titan_moe.moe import dedup, exchange, experts, static, te_ep_ops
 from titan_moe.moe.dispatch import PAYLOAD_OPS, PLAN_OPS, make_dispatcher
+from titan_moe.phase_hooks import exchange_nodes
 
 NAN = float("nan")
 
@@ -42,6 +43,7 @@ class Case:
     ranks: int  # expert-parallel ranks; a job of more has several such groups
     check: str = "equals_a_loop"
     per_node: int | None = None
+    chunks: int = 1
     factor: float | None = None
     policy: str = "probs"
     routing: str = "random"
@@ -89,7 +91,29 @@ def cases(world_size: int) -> list[Case]:
             replace(case, check="needs_no_other_gradient"),
             replace(case, check="repeats_bitwise", tokens=(64, 50, 64, 3)),
         ]
-    return found + fixed(both) + te_ep_checks.cases(Case("te_ep", world_size, width=8))
+    return found + chunked(nodes[0]) + fixed(both) + te_ep_checks.cases(Case("te_ep", world_size, width=8))
+
+
+def chunked(nodes: Case) -> list[Case]:
+    """Two hops in chunks of the tokens, also more chunks than a rank has tokens."""
+    found = []
+    for case in (replace(nodes, chunks=2), replace(nodes, chunks=4)):
+        found += [
+            *(case, replace(case, factor=1.0), replace(case, factor=0.6, policy="position")),
+            replace(case, routing="one_expert", top_k=1),
+            replace(case, tokens=(3, 1, 0, 2)),
+            replace(case, tokens=(0, 9, 0, 4)),
+            replace(case, tokens=(0, 0, 0, 0)),
+            replace(case, experts=12, top_k=5, tokens=(37, 1, 23, 11), width=17, alignment=16),
+            replace(case, check="is_transposed"),
+            replace(case, check="rounds_once", width=8),
+            replace(case, check="recomputes_without_planning"),
+            replace(case, check="needs_no_other_gradient"),
+            replace(case, check="equals_one_chunk", tokens=(64, 50, 64, 3)),
+            replace(case, check="equals_one_chunk", tokens=(64, 50, 64, 3), factor=1.0),
+            replace(case, check="keeps_hops_apart"),
+        ]
+    return found
 
 
 def fixed(both: list[Case]) -> list[Case]:
@@ -184,7 +208,7 @@ class Rank:
             "recv_buffer": case.buffer,
             "max_tokens": max(1, *case.tokens),
             **({"dim": case.width} if case.dispatcher == "te_ep" else {}),
-            **({} if case.per_node is None else {"ranks_per_node": case.per_node}),
+            **({} if case.per_node is None else {"ranks_per_node": case.per_node, "hop_chunks": case.chunks}),
         }
         return make_dispatcher(case.dispatcher, **(arguments | changes))
 
@@ -347,7 +371,9 @@ def sends_what_it_says(case: Case, group) -> None:
     hops = 1 if case.per_node is None else 2
     with recorded() as calls:
         plan = rank.dispatcher.plan(rank.ids, rank.w)
-        assert [kind for kind, _ in calls] == ["plan"] * {"alltoall": 1, "dedup": hops + 1}[case.dispatcher]
+        assert [kind for kind, _ in calls] == ["plan"] * {"alltoall": 1, "dedup": hops * case.chunks + 1}[
+            case.dispatcher
+        ]
         planned = calls[-1][1]
         calls.clear()
         received = rank.dispatcher.dispatch(rank.x, rank.w, plan)
@@ -468,6 +494,65 @@ def equals_exact(case: Case, group) -> None:
         return [out, rank.x.grad, rank.w.grad, rank.map_eDD.grad]
 
     assert all(torch.equal(one, two) for one, two in zip(run(case), run(replace(case, buffer="exact"))))
+
+
+def equals_one_chunk(case: Case, group) -> None:
+    """The same bits where a token's copies are added up; the experts' rows are in another order, and their gradients
+    sums in that order. Each rank sends the same rows."""
+
+    def run(case):
+        rank = Rank(case, group, dtype=torch.float32)
+        with recorded() as calls:
+            out, plan = rank.forward()
+            out.backward(rank.all_grad[rank.me].float())
+        sent = {what: sum(rows for kind, rows in calls if kind == what) for what in ("rows", "weights")}
+        return plan, sent, [out, rank.x.grad, rank.w.grad], rank.map_eDD.grad
+
+    plan, sent, same, summed = run(case)
+    one_plan, one_sent, one_same, one_summed = run(replace(case, chunks=1))
+    assert len(plan.hops) == 2 * case.chunks and len(one_plan.hops) == 2 and sent == one_sent
+    assert all(torch.equal(one, two) for one, two in zip(same, one_same))
+    torch.testing.assert_close(summed, one_summed, rtol=1e-12, atol=1e-12)
+
+
+def keeps_hops_apart(case: Case, group) -> None:
+    """First hops go over one process group and last hops over another, in forward and backward; all first hops start
+    before anybody waits, and a chunk starts its last hop before the next has arrived."""
+    rank, events = Rank(case, group), []
+
+    class Noting(exchange.InFlight):
+        def __init__(self, *args, name="", link="", **kwargs) -> None:
+            super().__init__(*args, link=link, **kwargs)
+            self.link = link
+            events.append(("start", link))
+
+        def wait(self):
+            events.append(("wait", self.link))
+            return super().wait()
+
+    first, last = group.group_name, dedup.last_hop_group(group).group_name
+    assert first != last and dedup.last_hop_group(group) is rank.dispatcher.hop_groups[1]
+    plan = rank.dispatcher.plan(rank.ids, rank.w)
+
+    def pipelined(one: str, other: str) -> list[tuple[str, str]]:
+        return (
+            [("start", one)] * case.chunks
+            + [("wait", one), ("start", other)] * case.chunks
+            + [("wait", other)] * case.chunks
+        )
+
+    with mock.patch.object(exchange, "InFlight", Noting):
+        received = rank.dispatcher.dispatch(rank.x, rank.w, plan)
+        assert events == pipelined(first, last)
+        events.clear()
+        out = rank.dispatcher.combine(rank.experts(received, rank.check_slabs(received)), received.state)
+        assert events == pipelined(last, first)
+        events.clear()
+        out.backward(rank.all_grad[rank.me])
+        assert events == pipelined(first, last) + pipelined(last, first)
+    for result in (received.x_RD, out):  # where backward waits, for whoever times it
+        nodes = [node for node in exchange_nodes(result) if "start_" in node.name()]
+        assert len(nodes) == len(set(nodes)) == 2 * case.chunks
 
 
 def overflows(case: Case, group) -> None:

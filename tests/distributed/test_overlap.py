@@ -44,6 +44,7 @@ FOUR = {
     "ep4": (BOTH, [EP4]),
     "two hops": (BOTH, [EP4, "--moe.ranks_per_node=2"]),
     "two hops redispatch": (BOTH, [EP4, "--moe.ranks_per_node=2", FULL, "--moe.redispatch=true"]),
+    "two hops in chunks": (BOTH, [EP4, "--moe.ranks_per_node=2", "--moe.hop_chunks=3", SELECTIVE]),
     "ep2 fsdp2": (BOTH, [EP2, SELECTIVE]),
     "1F1B": (BOTH, [EP2, PP, *FOUR_MICROBATCHES, FULL]),
     "ZBV": (BOTH, [EP2, *ZBV, SELECTIVE]),

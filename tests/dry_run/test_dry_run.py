@@ -31,6 +31,7 @@ OTHERS = {
     "cp2": [EP2, CP2, SELECTIVE],
     "tp2": [EP2, TP2],
     "two_hops": ["--parallelism.expert_parallel_degree=4", "--moe.ranks_per_node=2", "--moe.capacity_factor=1"],
+    "chunks": ["--parallelism.expert_parallel_degree=4", "--moe.ranks_per_node=2", "--moe.hop_chunks=3", SELECTIVE],
     "alltoall": [EP2, "--moe.dispatcher=alltoall"],
     "local": [],
     "interleaved": [PP2, EIGHT, f"{SCHEDULE}=Interleaved1F1B", FOUR_STAGES],

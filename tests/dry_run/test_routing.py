@@ -7,6 +7,7 @@ import pytest
 
 from titan_moe.dry_run.routing import even_sizes
 from titan_moe.flavors import FLAVORS
+from titan_moe.moe import dedup
 from titan_moe.moe.dispatch import make_dispatcher
 from titan_moe.plan.traffic import unique_places
 
@@ -39,6 +40,19 @@ def test_by_node_a_token_crosses_once_and_is_handed_on_to_its_ranks() -> None:
     assert [rank for rank, rows in enumerate(last.rows[0]) if rows] == list(range(8, 16))
     assert sum(first.rows[0]) == pytest.approx(TOKENS * unique_places(DEEPSEEK, "natural", NODES), abs=NODES)
     assert sum(last.rows[0]) == pytest.approx(TOKENS * unique_places(DEEPSEEK, "natural", RANKS), abs=RANKS)
+
+
+def test_chunks_share_the_two_hops(monkeypatch) -> None:
+    monkeypatch.setattr(dedup, "last_hop_group", lambda group: group)
+    whole, slab_rows = sizes("dedup", ranks_per_node=RANKS // NODES)
+    hops, chunked_rows = sizes("dedup", ranks_per_node=RANKS // NODES, hop_chunks=3)
+    assert len(hops) == 6 and chunked_rows == slab_rows
+    for hop, chunks in zip(whole, (hops[::2], hops[1::2])):
+        for what in ("rows", "copies"):
+            received = [getattr(chunk, what)[0] for chunk in chunks]
+            missing = [of_all - sum(each) for each, of_all in zip(zip(*received), getattr(hop, what)[0])]
+            assert min(missing) >= 0 and max(missing) <= 3 * NODES  # each part was rounded down
+            assert all(min(filter(None, each)) > 0.9 * max(each) for each in zip(*received) if any(each))
 
 
 def test_a_capacity_below_the_mean_drops_the_rest() -> None:

@@ -181,6 +181,8 @@ def test_refused_arguments(arguments, said):
         ("alltoall", {"num_experts": 6}, ["6 experts", "4 expert-parallel ranks", "divisor of num_experts"]),
         ("alltoall", {"ep_group": None}, ["alltoall", "use local"]),
         ("alltoall", {"ranks_per_node": 2}, ["ranks_per_node", "use dedup"]),
+        ("dedup", {"hop_chunks": 2}, ["hop_chunks = 2", "only with ranks_per_node"]),
+        ("dedup", {"hop_chunks": 0, "ranks_per_node": 2}, ["hop_chunks = 0", "at least 1"]),
         ("dedup", {"ranks_per_node": 3}, ["ranks_per_node = 3", "4 expert-parallel ranks", "divisor"]),
     ],
 )

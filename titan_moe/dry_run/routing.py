@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_moe.flavors import Flavor
 from titan_moe.moe import alltoall, dedup, exchange, layout, plan_tensors, static
-from titan_moe.moe.contract import Dispatcher
+from titan_moe.moe.contract import Dispatcher, chunk_tokens
 from titan_moe.moe.plan_tensors import Sizes
 from titan_moe.plan import traffic
 
@@ -28,8 +28,9 @@ OPS = (
 
 
 def even_sizes(flavor: Flavor, tokens: int, dispatcher: Dispatcher, routing: str) -> tuple[list[Sizes], int]:
-    """(what each hop of `dispatcher` moves, rows of the padded slabs) when every rank has `tokens` tokens and all
-    experts get as many. `routing` is the planner's name for how tokens choose: it decides how many ranks they go to."""
+    """(what each hop of `dispatcher` moves, chunk by chunk, rows of the padded slabs) when every rank has `tokens`
+    tokens and all experts get as many. `routing` is the planner's name for how tokens choose: it decides how many ranks
+    they go to."""
     ranks, experts = dispatcher.ranks, flavor.num_experts
     capacity = dispatcher.capacity(tokens)
     mean = tokens * flavor.top_k / experts  # copies of one (source rank, expert)
@@ -39,17 +40,22 @@ def even_sizes(flavor: Flavor, tokens: int, dispatcher: Dispatcher, routing: str
     rows = dispatcher.local_experts * slab
     if dispatcher.name == "alltoall":
         return [_hop(ranks, range(ranks), to_rank, to_rank)], rows
-    unique = round(tokens * traffic.unique_places(flavor, routing, ranks) / ranks)
-    per_node = dispatcher.ranks_per_node
+    assert isinstance(dispatcher, dedup.DedupDispatcher)
+    unique = tokens * traffic.unique_places(flavor, routing, ranks) / ranks
+    per_node, chunks = dispatcher.ranks_per_node, dispatcher.chunks
     if per_node is None:
-        return [_hop(ranks, range(ranks), unique, to_rank)], rows
+        return [_hop(ranks, range(ranks), round(unique), to_rank)], rows
     # To the rank in each node with this rank's place in its node, which passes on what it got to its own node.
     nodes, me = ranks // per_node, dispatcher.group.rank()
-    to_node = round(tokens * traffic.unique_places(flavor, routing, nodes) / nodes)
-    first = _hop(ranks, range(me % per_node, ranks, per_node), to_node, per_node * to_rank)
-    start = me // per_node * per_node
-    last = _hop(ranks, range(start, start + per_node), nodes * unique, nodes * to_rank)
-    return [first, last], rows
+    to_node = tokens * traffic.unique_places(flavor, routing, nodes) / nodes
+    mates, start = range(me % per_node, ranks, per_node), me // per_node * per_node
+    hops = []
+    for part in chunk_tokens(tokens, chunks):
+        # Rounded down, so that no chunk sends more copies than it has.
+        to_node_c, unique_c, copies = (round(each) * part // tokens for each in (to_node, unique, to_rank))
+        hops.append(_hop(ranks, mates, to_node_c, per_node * copies))
+        hops.append(_hop(ranks, range(start, start + per_node), nodes * unique_c, nodes * copies))
+    return hops, rows
 
 
 def _hop(ranks: int, peers: range, rows: int, copies: int) -> Sizes:

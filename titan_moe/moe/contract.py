@@ -87,7 +87,13 @@ class RowPlan(Plan):
 
     rows: RowMap  # from the rows that arrive (without hops: the tokens) to the slabs
     copies: CopyMap  # the same for routing weights
-    hops: list[Hop] = field(default_factory=list)
+    hops: list[Hop] = field(default_factory=list)  # those of the first chunk of the tokens, of the second, ...
+    chunks: int = 1
+
+
+def chunk_tokens(tokens: int, chunks: int) -> list[int]:
+    """Tokens of each chunk, as many as `Tensor.tensor_split` gives it."""
+    return [tokens // chunks + (i < tokens % chunks) for i in range(chunks)]
 
 
 @dataclass

@@ -142,6 +142,7 @@ class FusedRoutedExperts(RoutedExperts):
     class Config(RoutedExperts.Config):
         dispatcher: str = "auto"
         ranks_per_node: int | None = None
+        hop_chunks: int = 1
         capacity_factor: float | None = None
         drop_policy: str = "probs"
         recv_buffer: str | float = "exact"
@@ -164,6 +165,8 @@ class FusedRoutedExperts(RoutedExperts):
         sizes = {"dim": self.config.inner_experts.dim} if name in ("te_ep", "deepep", "hybridep") else {}
         if name == "te_ep":
             sizes |= {"in_flight": self.config.in_flight, "payload": self.config.te_ep_payload}
+        if name == "dedup":
+            sizes["hop_chunks"] = self.config.hop_chunks
         return make_dispatcher(
             name,
             num_experts=self.config.token_dispatcher.num_experts,
@@ -339,6 +342,7 @@ def fuse(
     experts: str = "auto",
     weighting: str = "early",
     ranks_per_node: int | None = None,
+    hop_chunks: int = 1,
     capacity_factor: float | None = None,
     drop_policy: str = "probs",
     recv_buffer: str | float = "exact",
@@ -380,6 +384,7 @@ def fuse(
         inner_experts=inner,
         dispatcher=dispatcher,
         ranks_per_node=ranks_per_node,
+        hop_chunks=hop_chunks,
         capacity_factor=capacity_factor,
         drop_policy=drop_policy,
         recv_buffer=recv_buffer,

@@ -21,6 +21,7 @@ M copies received, R rows of the padded slabs.
 """
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -125,9 +126,24 @@ def sort_copies(ids_TK: Tensor, num_experts: int, capacity: int | None, weights_
         order_N = order_N[torch.argsort(ids_N[order_N], stable=True)]
     place_N = torch.arange(ids_N.shape[0], device=ids_N.device) - exclusive_cumsum(load_E)[ids_N[order_N]]
     kept_N = torch.empty_like(ids_N, dtype=torch.bool).scatter_(0, order_N, place_N < capacity)
+    return _sort_kept(ids_N, load_E, kept_N)
+
+
+def _sort_kept(ids_N: Tensor, load_E: Tensor, kept_N: Tensor) -> Copies:
     # A dropped copy goes to an expert beyond the last one, so that it sorts behind all that are kept.
-    order_N = torch.argsort(torch.where(kept_N, ids_N, num_experts), stable=True)
-    return Copies(load_E, load_E.clamp(max=capacity), order_N, kept_N)
+    E = load_E.shape[0]
+    expert_N = torch.where(kept_N, ids_N, E)
+    return Copies(load_E, expert_counts(expert_N, E + 1)[:E], torch.argsort(expert_N, stable=True), kept_N)
+
+
+def split_copies(own: Copies, ids: Sequence[Tensor]) -> list[Copies]:
+    """`own` of each of the parts that `ids_TK` has been split into. What is dropped was decided for all of them."""
+    E = own.load_E.shape[0]
+    if own.kept_N is None:
+        return [sort_copies(part_TK, E, None) for part_TK in ids]
+    parts = [part_TK.reshape(-1) for part_TK in ids]
+    kept = own.kept_N.split([part_N.shape[0] for part_N in parts])
+    return [_sort_kept(part_N, expert_counts(part_N, E), kept_N) for part_N, kept_N in zip(parts, kept)]
 
 
 def slab_rows(counts_Se: Tensor, start_e: Tensor, copies: int) -> Tensor:

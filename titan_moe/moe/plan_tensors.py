@@ -61,9 +61,12 @@ def unpack(tensors: list[Tensor], tokens: int, sizes: list[Sizes], empty_slots: 
     )
 
 
-def unpack_exact(tensors: list[Tensor], tokens: int, ranks: int, hops: int) -> RowPlan:
-    """A plan with exact sizes. They are on the host already: reading them is not another sync."""
-    return unpack(tensors, tokens, read_sizes(tensors[TOLD], ranks, hops)[0])
+def unpack_exact(tensors: list[Tensor], tokens: int, ranks: int, hops: int, chunks: int = 1) -> RowPlan:
+    """A plan with exact sizes, of so many hops for each chunk. They are on the host already: reading them is not
+    another sync."""
+    plan = unpack(tensors, tokens, read_sizes(tensors[TOLD], ranks, hops * chunks)[0])
+    plan.chunks = chunks
+    return plan
 
 
 def refuse_fake(op: torch._ops.OpOverload) -> NoReturn:
