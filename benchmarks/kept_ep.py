@@ -24,7 +24,7 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from benchmarks.layer import SIZES, draw, kept_bytes
-from titan_moe.moe.layer import FusedExperts, FusedRoutedExperts
+from titan_moe.moe.region import FusedExperts, FusedRoutedExperts
 
 RANKS = 2
 MOST_BYTES = 0.45

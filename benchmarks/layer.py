@@ -28,7 +28,8 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
-from titan_moe.moe.layer import FusedRoutedExperts, fuse
+from titan_moe.moe.layer import fuse
+from titan_moe.moe.region import FusedRoutedExperts
 
 SIZES = {  # T, D, F, E, K, and the least ratio of times that is not a regression
     "debug-512": (512, 256, 256, 8, 3, 1.5),

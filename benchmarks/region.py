@@ -49,7 +49,8 @@ from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from titan_moe.moe import experts
 from titan_moe.moe.choices import ALIGNMENT
 from titan_moe.moe.dispatch import make_dispatcher
-from titan_moe.moe.layer import FusedRoutedExperts, fuse
+from titan_moe.moe.layer import fuse
+from titan_moe.moe.region import FusedRoutedExperts
 
 D, F = 256, 128
 PHASES = ("plan", "dispatch + combine", "experts", "backward")

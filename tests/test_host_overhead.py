@@ -8,7 +8,7 @@ import titan_moe.runtime  # noqa: F401
 import pytest
 from torch import nn
 
-from titan_moe.moe import layer
+from titan_moe.moe import region
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks/host_overhead.py"
 # Measured, and a tenth more: raise them with a reason.
@@ -38,8 +38,8 @@ def test_python_calls_and_operators_of_a_pass(benchmark):
 def test_the_backend_is_chosen_once(benchmark, monkeypatch):
     """And again when dtype or device change."""
     asked = []
-    choose = layer.choose_experts
-    monkeypatch.setattr(layer, "choose_experts", lambda *args: asked.append(args) or choose(*args))
+    choose = region.choose_experts
+    monkeypatch.setattr(region, "choose_experts", lambda *args: asked.append(args) or choose(*args))
     moe: nn.Module = benchmark.build()
     x = benchmark.torch.randn(1, 16, 32)
     for _ in range(3):

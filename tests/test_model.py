@@ -51,7 +51,7 @@ def test_a_slice_of_a_parameter_is_drawn_as_in_the_whole(monkeypatch):
     for experts, rows, columns in [((0, 3), (4, 9), (0, 7)), ((1, 3), (0, 11), (2, 5)), ((2, 3), (10, 11), (6, 7))]:
         cut = tuple(slice(*bounds) for bounds in (experts, rows, columns))
         part = torch.empty_like(whole[cut]).contiguous()
-        monkeypatch.setattr(module, "_local_slice", lambda p, part=part, cut=cut: (part, tuple(c.start for c in cut)))
+        monkeypatch.setattr(module, "local_slice", lambda p, part=part, cut=cut: (part, tuple(c.start for c in cut)))
         _init_slice(whole, **draw)
         assert torch.equal(part, whole[cut])
     assert len({expert.sum().item() for expert in whole}) == 3

@@ -17,8 +17,9 @@ from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
-from titan_moe.moe.layer import FusedMoE, FusedRoutedExperts
+from titan_moe.moe.layer import FusedMoE
 from titan_moe.moe.moving import Moving
+from titan_moe.moe.region import FusedRoutedExperts
 from titan_moe.phases import OTHER, Phases, nodes_of
 from titan_moe.pipeline import Pipeline
 

@@ -20,7 +20,8 @@ from titan_moe import config_file
 from titan_moe.model import _draw, build_model, init_weights
 from titan_moe.moe import names
 from titan_moe.moe.balance import LoadBalancer, expert_counts
-from titan_moe.moe.layer import FusedMoE, FusedRoutedExperts, fuse, moe_layers
+from titan_moe.moe.layer import FusedMoE, fuse, moe_layers
+from titan_moe.moe.region import FusedRoutedExperts
 from titan_moe.optimizer import Optimizers
 from titan_moe.recompute import kept_ops
 

@@ -24,7 +24,8 @@ from torchtitan.tools.utils import set_default_dtype
 from tests.sync_free import fake_group, sync_free
 from titan_moe.moe import alltoall, dedup, exchange, experts, layout, static
 from titan_moe.moe.dispatch import Dispatcher, make_dispatcher
-from titan_moe.moe.layer import FusedRoutedExperts, fuse, fused_moe
+from titan_moe.moe.layer import fuse, fused_moe
+from titan_moe.moe.region import FusedRoutedExperts
 from titan_moe.moe.replay import Replay
 
 T, D, F, E, K, RANKS = 24, 32, 16, 8, 3, 4
@@ -107,7 +108,7 @@ def test_the_harness_catches_exact_sizes(name, module):
         with sync_free(), pytest.raises(DynamicOutputShapeException):
             run_region(exact, "cpu", backward=True)
         plan = getattr(module, f"_plan_{name}")._init_fn
-        arguments = (E, 16, None, group.group_name, *([None] if name == "dedup" else []))
+        arguments = (E, 16, None, group.group_name, *([None, 1] if name == "dedup" else []))
         for device in ("cpu", "cuda"):
             with sync_free(), pytest.raises(AssertionError, match=f"from {device} to cpu"):
                 plan(torch.zeros(T, K, dtype=torch.int64, device=device), None, *arguments)

@@ -30,8 +30,8 @@ from titan_moe.moe import te, te_fused, te_mxfp8
 from titan_moe.moe.balance import expert_counts
 from titan_moe.moe.choices import choose_experts, experts_sync_problem
 from titan_moe.moe.experts import Source
-from titan_moe.moe.layer import FusedExperts, FusedRoutedExperts
 from titan_moe.moe.quantized_experts import EXPERTS
+from titan_moe.moe.region import FusedExperts, FusedRoutedExperts
 from titan_moe.precision.recipes import RECIPES
 
 FUSED = partial(EXPERTS["te_fused"], recipe=RECIPES["mxfp8"])
