@@ -68,7 +68,7 @@ SLOW: dict[int, set[str]] = {
     4: {
         *("fsdp4", "fsdp4_ep2_no_bias", "hsdp2x2", "fsdp2_cp2", "hsdp2_tp2", "hsdp2_cp2", "hsdp2_pp2", "pp2_tp2"),
         *("pp2_ep2_bf16", "pp2_te_ep", "pp2_ep2", "fsdp2_pp2", "then_pp2_ep2", "then_tp2_ep2", "then_hsdp2"),
-        *("tp2_cp2_ep4_qwen3", "hsdp2x2_reduce_every"),
+        *("tp2_cp2_ep4_qwen3", "hsdp2x2_reduce_every", "ep4_chunks_full"),
     },
 }
 """By number of ranks, cases that the default tests leave out: what they combine is there singly, or in others"""
@@ -224,6 +224,7 @@ def cases_of_4(out: Path) -> dict[str, Case]:
         "hsdp2x2_ep2": [EP2, HSDP2],
         "ep4_alltoall": [EP4, ALLTOALL],
         "ep4_nodes_full": [EP4, DEDUP, "--moe.ranks_per_node=2", FULL],
+        "ep4_chunks_full": [EP4, DEDUP, "--moe.ranks_per_node=2", "--moe.hop_chunks=3", FULL],
         "ep2_two_experts": [EP2, *TWO_EXPERTS],
         "hsdp2x2": [HSDP2],
         "hsdp2x2_reduce_every": [HSDP2, REDUCE_EVERY, "--training.local_batch_size=1"],

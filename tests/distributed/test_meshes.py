@@ -29,6 +29,7 @@ COMPARED = [
     (2, "fsdp2_ep2_moments", "moments"),
     (4, "ep4_alltoall", "one_rank"),
     (4, "ep4_nodes_full", "one_rank"),
+    (4, "ep4_chunks_full", "one_rank"),
     (2, "fsdp2_whole_batch", "one_rank"),
     (4, "fsdp4", "one_rank"),
     (4, "fsdp4_ep2", "one_rank"),
