@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_moe.flavors import Flavor
 from titan_moe.moe import alltoall, dedup, exchange, layout, plan_tensors, static
-from titan_moe.moe.contract import Dispatcher, chunk_tokens
+from titan_moe.moe.contract import Dispatcher
 from titan_moe.moe.plan_tensors import Sizes
 from titan_moe.plan import traffic
 
@@ -50,7 +50,7 @@ def even_sizes(flavor: Flavor, tokens: int, dispatcher: Dispatcher, routing: str
     to_node = tokens * traffic.unique_places(flavor, routing, nodes) / nodes
     mates, start = range(me % per_node, ranks, per_node), me // per_node * per_node
     hops = []
-    for part in chunk_tokens(tokens, chunks):
+    for part in layout.chunk_tokens(tokens, chunks):
         # Rounded down, so that no chunk sends more copies than it has.
         to_node_c, unique_c, copies = (round(each) * part // tokens for each in (to_node, unique, to_rank))
         hops.append(_hop(ranks, mates, to_node_c, per_node * copies))

@@ -91,11 +91,6 @@ class RowPlan(Plan):
     chunks: int = 1
 
 
-def chunk_tokens(tokens: int, chunks: int) -> list[int]:
-    """Tokens of each chunk, as many as `Tensor.tensor_split` gives it."""
-    return [tokens // chunks + (i < tokens % chunks) for i in range(chunks)]
-
-
 @dataclass
 class Received:
     """What the experts of this rank work on.

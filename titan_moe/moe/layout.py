@@ -136,6 +136,11 @@ def _sort_kept(ids_N: Tensor, load_E: Tensor, kept_N: Tensor) -> Copies:
     return Copies(load_E, expert_counts(expert_N, E + 1)[:E], torch.argsort(expert_N, stable=True), kept_N)
 
 
+def chunk_tokens(tokens: int, chunks: int) -> list[int]:
+    """Tokens of each chunk, as many as `Tensor.tensor_split` gives it."""
+    return [tokens // chunks + (i < tokens % chunks) for i in range(chunks)]
+
+
 def split_copies(own: Copies, ids: Sequence[Tensor]) -> list[Copies]:
     """`own` of each of the parts that `ids_TK` has been split into. What is dropped was decided for all of them."""
     E = own.load_E.shape[0]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titan_moe.moe.contract import Dispatcher, Hop, Plan, Received, RowPlan, chunk_tokens
+from titan_moe.moe import layout
+from titan_moe.moe.contract import Dispatcher, Hop, Plan, Received, RowPlan
 from titan_moe.moe.exchange import start_combine, start_dispatch
 from titan_moe.moe.moving import Moving, Steps
 from titan_moe.moe.rows import gather_rows, select_copies, sum_rows
@@ -49,7 +50,7 @@ class RowDispatcher(Dispatcher):
         weights = topk_weights_TK.reshape(-1)
         if weights.dtype != torch.float64:
             weights = weights.float()
-        tokens = chunk_tokens(plan.tokens, plan.chunks)
+        tokens = layout.chunk_tokens(plan.tokens, plan.chunks)
         K = topk_weights_TK.shape[1]
         ready = zip(_cut(x_TD, tokens), _cut(weights, [n * K for n in tokens]))
         parts: list[Callable[[], Any]] = [partial(_as_it_is, part) for part in ready]
@@ -68,7 +69,7 @@ class RowDispatcher(Dispatcher):
     def _combine(self, y_RD: Tensor, state: RowPlan) -> Steps[Tensor]:
         stages = self._stages(state)
         held = [
-            chunk_tokens(state.tokens, state.chunks)
+            layout.chunk_tokens(state.tokens, state.chunks)
         ]  # rows of each chunk before each hop, and after the last; exchange.py has the 1
         held += [[sum(hop.row_splits[0]) + 1 for hop in hops] for _, hops in stages]
         rows = sum_rows(y_RD, state.rows, sum(held[-1]), zero_fill=not state.hops)
