@@ -81,7 +81,7 @@ def last_hop_group(group: ProcessGroup) -> ProcessGroup:
     """Another process group of the same ranks, one for all layers. All of the ranks must call it."""
     if group not in _last_hop_groups:
         ranks = dist.get_process_group_ranks(group)
-        own = dist.new_group(ranks, use_local_synchronization=True, group_desc="last_hop")
+        own = dist.new_group(ranks, use_local_synchronization=True, group_desc="last_hop", sort_ranks=False)
         assert isinstance(own, ProcessGroup)  # this process belongs to it
         _last_hop_groups[group] = own
     return _last_hop_groups[group]
