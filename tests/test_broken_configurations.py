@@ -262,6 +262,7 @@ CASES = [
     case('moe.dispatcher = "alltoall"'),
     case('moe.dispatcher = "dedup"'),
     case("moe.ranks_per_node = 3\nparallelism.expert_parallel_degree = 4", world=4),
+    case("moe.hop_chunks = 2\nparallelism.expert_parallel_degree = 4", world=4),
     case('moe.dispatcher = "alltoall"\nmoe.ranks_per_node = 2\nparallelism.expert_parallel_degree = 4', world=4),
     # moments of the optimizer
     case('optimizer.moments_dtype = "bfloat16"\noptimizer.beta2 = 0.999'),
