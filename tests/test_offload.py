@@ -178,6 +178,25 @@ def test_two_nodes_share_one_copy_and_what_nobody_keeps_stays():
     assert torch.equal(*found) and offloader.statistics()["attn_q"] == 64
 
 
+def test_nothing_can_be_offloaded_too():
+    """The experts of a rank to which no token was sent."""
+
+    class Block(torch.nn.Module):
+        attention = torch.nn.Module()
+
+        def forward(self, x):
+            y = offloaded("moe_expert_input", x[:0] * 2)
+            return x.square().sum() + y.square().sum()
+
+    Block.attention.inner_attention = Block.attention.wo = torch.nn.Identity()
+    block = Block()
+    offloader, x = wrapped(block, ("moe_expert_input",)), torch.ones(4, 4, requires_grad=True)
+    for step in (1, 2):
+        block(x).backward()
+        assert torch.equal(x.grad, torch.full((4, 4), 2.0 * step))
+    assert offloader.statistics()["moe_expert_input"] == offloader.pool.allocated == 0
+
+
 def test_each_memory_comes_once_and_two_blocks_of_it_are_on_the_device_at_most(monkeypatch):
     """In forward that which leaves, in backward that which comes. What the last block sent has not left when backward
     begins, and of the others none comes only when it is asked for."""

@@ -36,8 +36,8 @@ class Pool:
 
 
 def _pairs(flat: Tensor, host: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of a row of bytes, and those of the pieces that they belong in."""
-    for part, piece in zip(flat.split(PIECE), host, strict=True):
+    """Parts of a row of bytes, and those of the pieces that they belong in. Experts may get no rows, and no bytes."""
+    for part, piece in zip(flat.split(PIECE) if len(flat) else (), host, strict=True):
         yield part, piece[: part.nbytes]
 
 
