@@ -1,12 +1,15 @@
 """The pieces of moe.overlap on one process: the log of transfers, the slow link, moving in steps, halves of masks, and
 what configurations are refused. Between ranks: tests/distributed/test_overlap.py."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from tests.faults.checkpoint_run import joined
 from titan_moe import clock, config_file, in_flight
 from titan_moe.attention import documents
 from titan_moe.clock import Mark
@@ -14,6 +17,8 @@ from titan_moe.config_check import check
 from titan_moe.half_batch import halves_of
 from titan_moe.in_flight import InFlight, Transfer, summary
 from titan_moe.mesh_check import dispatched_tokens, region_tokens
+from titan_moe.moe import exchange
+from titan_moe.moe.exchange import start_dispatch
 from titan_moe.moe.moving import Moving
 
 
@@ -209,3 +214,27 @@ def test_buffers_of_half_a_batch():
     assert (region_tokens(config), dispatched_tokens(config)) == (500, 300)
     config.moe.overlap = "none"
     assert dispatched_tokens(config) == 500
+
+
+def test_what_an_exception_has_ended_is_not_in_the_way(tmp_path):
+    """A transfer that nobody can wait for any more is over when the next one starts, and what it received is free; one
+    whose ticket is alive stays."""
+    splits = ([3], [3])
+
+    def start():
+        arrived = start_dispatch(torch.arange(12.0).view(3, 4), torch.ones(3), splits, splits, dist.group.WORLD)
+        (newest,) = list(exchange._under_way.values())[-1:]
+        return arrived, weakref.ref(newest)
+
+    with joined(0, 1, str(tmp_path / "store")):
+        waits, abandoned = start()
+        assert abandoned() is not None and len(exchange._under_way) == 1
+        del waits
+        waits, kept = start()
+        assert abandoned() is None and len(exchange._under_way) == 1
+        others, _ = start()
+        assert kept() is not None and len(exchange._under_way) == 2
+        for each in (others, waits):
+            x_RD, weights = each()
+            assert torch.equal(x_RD[:3], torch.arange(12.0).view(3, 4)) and torch.equal(weights, torch.ones(3))
+        assert not exchange._under_way

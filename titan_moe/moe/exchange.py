@@ -5,7 +5,8 @@
 the two halves runs while the rows travel; with nothing in between, waiting begins at once.
 
 **Tickets.** What `start` returns is a ticket, a tensor without elements, for `wait` to take. It is there for autograd:
-the handle of the collective is in a table, under the identity of the ticket's storage. Backward of `wait` starts the
+the handle of the collective is in a table, under the identity of the ticket's storage, and goes from there with the
+ticket: nobody waits any more for what an exception has ended. Backward of `wait` starts the
 transposed exchange, and the ticket of that is the gradient of the ticket; backward of `start` waits for it. Autograd
 takes the nodes that are ready in the reverse order of their making, so what stood between start and wait in forward
 stands between the transposed start and wait in backward: overlap in one direction is overlap in both.
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_moe.in_flight import InFlight
 
@@ -88,13 +90,13 @@ def group_named(name: str) -> ProcessGroup:
 # ---------------------------------------------------------------------------------------------------------------------
 # Tickets
 
-_under_way: dict[int, InFlight] = {}
+_under_way: dict[StorageWeakRef, InFlight] = {}
 
 
-def _key(ticket: Tensor) -> int:
+def _key(ticket: Tensor) -> StorageWeakRef:
     """The identity of the memory that a ticket does not have: the same for whatever autograd, or a checkpoint that
-    keeps it, wraps around it."""
-    return ticket.untyped_storage()._cdata
+    keeps it, wraps around it. (rebuild.py tells why weak references make good keys.)"""
+    return StorageWeakRef(ticket.untyped_storage())
 
 
 def _issue(
@@ -103,6 +105,8 @@ def _issue(
     """Start the exchange of each (x, received, sent, zero_row), together one transfer. Returns a ticket for each; the
     first stands for all."""
     group = group_named(group_name)
+    for abandoned in [key for key in _under_way if key.expired()]:  # by an exception between start and wait
+        _under_way.pop(abandoned).wait()
     results, works = zip(*(start_exchange(x, received, sent, group, zero) for x, received, sent, zero in parts))
     me, bytes_in, bytes_out = group.rank(), 0, 0
     for x, received, sent, _ in parts:
@@ -110,7 +114,6 @@ def _issue(
         bytes_in += (sum(received) - received[me]) * width
         bytes_out += (sum(sent) - sent[me]) * width
     tickets = tuple(x.new_empty((0, *x.shape[1:])) for x, *_ in parts)
-    assert _key(tickets[0]) not in _under_way, "a transfer was started that nobody has waited for"
     _under_way[_key(tickets[0])] = InFlight(
         works, results, name, backward=backward, sent=bytes_out, received=bytes_in, link=group_name
     )
