@@ -30,6 +30,7 @@ from titan_moe.mesh_check import microbatch_size, microbatches_per_step
 from titan_moe.model import build_model, init_weights
 from titan_moe.moe import exchange
 from titan_moe.moe.layer import FusedMoE, moe_layers
+from titan_moe.timeline import Interval, share_beside
 
 BATCH = ("--training.dataset=synthetic", "--training.seq_len=32", "--training.local_batch_size=4")
 SMALL = [
@@ -272,12 +273,8 @@ TRANSFERS = ("dispatch", "combine", "dispatch backward", "combine backward")
 
 def covered(found: list[dict[str, Any]], parts: tuple[str, ...], by: tuple[str, ...]) -> float:
     """The share of the time of `parts` in which at least one of `by` was going on. 0 without any."""
-    whole = under = 0.0
-    for part in (each for each in found if each["name"] in parts):
-        whole += part["end"] - part["start"]
-        until = part["start"]
-        for other in sorted((each for each in found if each["name"] in by), key=lambda each: each["start"]):
-            start, end = max(other["start"], until), min(other["end"], part["end"])
-            if end > start:
-                under, until = under + end - start, end
-    return under / whole if whole else 0.0
+
+    def of(names: tuple[str, ...]) -> Iterator[Interval]:
+        return ((each["start"], each["end"]) for each in found if each["name"] in names)
+
+    return share_beside(of(parts), of(by))
