@@ -25,6 +25,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import cudagraph
 
+from titan_moe.moe import exchange
+
+IN_HALVES = {
+    op._opoverload: op._init_fn
+    for op in (exchange._start_dispatch, exchange._wait_dispatch, exchange._start_combine, exchange._wait_combine)
+}
+"""Ops that leave something behind in Python: what they do is recorded, as on a GPU, not that they were called"""
+
 
 class Recorder(TorchDispatchMode):
     """Notes each op with its tensors, and what tensors from outside held before the first op wrote to them."""
@@ -37,6 +45,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in IN_HALVES:
+            with self:
+                return IN_HALVES[func](*args, **kwargs)
         for schema, value in zip(func._schema.arguments, args):
             if schema.alias_info is not None and schema.alias_info.is_write:
                 for tensor in pytree.tree_leaves(value):
