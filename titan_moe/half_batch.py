@@ -12,8 +12,10 @@ Backward is the mirror image, without a scheduler: autograd goes through the nod
 gradients once, and activation checkpointing repeats it as a whole.
 
 What is a sum or a choice per token or per sequence does not change: losses, load counts, gradients. What depends on
-how many tokens are dispatched together does, which is capacity alone. GEMMs have half of the rows, and each half its
-own padding; weights' gradients are added up in two parts.
+how many tokens go together does. That is capacity, which is refused, and in low precision the scales that several rows
+share: of a whole tensor (fp8_current, nvfp4), or of blocks of rows in wgrad. There each half has its own, and numbers
+are rounded otherwise, no worse. GEMMs have half of the rows, and each half its own padding; weights' gradients are
+added up in two parts.
 
 The first half has one sequence more if their number is odd. Blocks without an MoE layer, and a single sequence, go
 through as a whole.
