@@ -68,9 +68,8 @@ class RowDispatcher(Dispatcher):
 
     def _combine(self, y_RD: Tensor, state: RowPlan) -> Steps[Tensor]:
         stages = self._stages(state)
-        held = [
-            layout.chunk_tokens(state.tokens, state.chunks)
-        ]  # rows of each chunk before each hop, and after the last; exchange.py has the 1
+        # Rows of each chunk before each hop, and after the last; exchange.py has the 1.
+        held = [layout.chunk_tokens(state.tokens, state.chunks)]
         held += [[sum(hop.row_splits[0]) + 1 for hop in hops] for _, hops in stages]
         rows = sum_rows(y_RD, state.rows, sum(held[-1]), zero_fill=not state.hops)
         parts: list[Callable[[], Tensor]] = [partial(_as_it_is, part) for part in _cut(rows, held[-1])]
