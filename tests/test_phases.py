@@ -2,17 +2,21 @@
 
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 import titan_moe.runtime  # noqa: F401
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from titan_moe import clock, phase_hooks
 from titan_moe import phases as phases_module
 from titan_moe.clock import Mark
+from titan_moe.fsdp_traffic import GlooReduce, Reductions
 from titan_moe.moe.exchange import start_combine, start_dispatch
 from titan_moe.moe.moving import Moving
 from titan_moe.moe.rows import RowMap, gather_rows
@@ -244,6 +248,25 @@ def test_waiting_for_rows_is_found_on_both_sides_of_what_hides_it(ticks, group):
     assert backward.index("dispatch.backward") < backward.index("shared_expert.backward")
     assert backward[backward.index("shared_expert.backward") + 1] == "dispatch.backward", backward
     assert told(phases) == {"shared_expert.forward": 1, "shared_expert.backward": 10}
+
+
+def test_what_backward_waits_for_at_its_end_is_of_fsdp(ticks, monkeypatch):
+    """On a CPU the last reductions of gradients are waited for when backward is over."""
+    phases, reductions = Phases(), Reductions()
+    calls = {name: lambda: None for name in phase_hooks.FSDP_CALLS}
+    group = SimpleNamespace(_reduce_scatter_comm=GlooReduce(cast(Any, None), reductions), **calls)
+    monkeypatch.setattr(phase_hooks, "param_groups", lambda _: [group, group])
+    phase_hooks._watch_fsdp(phases, nn.Identity())
+
+    def reduces(_: float) -> None:
+        reductions.add(lambda: ticks(5))
+
+    phases.step()
+    y = phases.around(lambda x: Slow.apply(x, ticks, 1, 10), "experts")(torch.ones(2, requires_grad=True))
+    y.register_hook(reduces)
+    with phases.backward():
+        y.sum().backward()
+    assert told(phases) == {"experts.forward": 1, "experts.backward": 10, "fsdp.backward": 5}
 
 
 def test_marks_are_cheap():

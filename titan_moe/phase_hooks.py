@@ -14,9 +14,9 @@ import titan_moe.runtime  # noqa: F401
 
 from torch import nn
 from torch.autograd.graph import Node
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from titan_moe.fsdp_traffic import GlooReduce, Reductions, param_groups
 from titan_moe.moe.layer import FusedMoE
 from titan_moe.moe.moving import Moving
 from titan_moe.moe.region import FusedRoutedExperts
@@ -57,9 +57,7 @@ def watch(phases: Phases, model_parts: Iterable[nn.Module], pipeline: Pipeline |
             if isinstance(module, FusedMoE):
                 module.route = phases.around(module.route, "router")  # the router, load counts, auxiliary losses
                 _watch_dispatcher(phases, module.routed_experts)
-        for group in _fsdp_groups(part):
-            for name in FSDP_CALLS:
-                setattr(group, name, phases.inside(getattr(group, name), "fsdp"))
+        _watch_fsdp(phases, part)
     if pipeline is not None:
         _watch_pipeline(phases, pipeline)
 
@@ -127,15 +125,16 @@ def exchange_nodes(result: Any) -> Iterator[Node]:
             left += [behind for behind, _ in first.next_functions[:chunks]]
 
 
-def _fsdp_groups(part: nn.Module) -> Iterator[Any]:
-    """The parameter groups, each once: a state may be shared by modules."""
-    seen = set()
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                if id(group) not in seen:
-                    seen.add(id(group))
-                    yield group
+def _watch_fsdp(phases: Phases, part: nn.Module) -> None:
+    reductions: dict[int, Reductions] = {}
+    for group in param_groups(part):
+        calls: Any = group
+        for name in FSDP_CALLS:
+            setattr(calls, name, phases.inside(getattr(calls, name), "fsdp"))
+        if isinstance(reduce := group._reduce_scatter_comm, GlooReduce):
+            reductions[id(reduce.reductions)] = reduce.reductions
+    for each in reductions.values():  # on a CPU backward ends with a wait for the last of them
+        each.finish = phases.inside(each.finish, "fsdp")  # type: ignore[method-assign]
 
 
 def _watch_pipeline(phases: Phases, pipeline: Pipeline) -> None:
