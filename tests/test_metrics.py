@@ -9,6 +9,7 @@ from titan_moe.runtime import DeviceMemory
 
 import pytest
 
+from titan_moe import clock as clock_module
 from titan_moe import metrics as metrics_module
 from titan_moe import phases as phases_module
 from titan_moe.config import Config
@@ -66,6 +67,18 @@ def test_rates_count_training_time_only(tmp_path, clock):
     clock.now += 1
     log(metrics, 14)
     assert read_metrics(tmp_path)[14]["data_percent"] == 50
+
+
+def test_what_telling_costs_is_a_phase(tmp_path, clock, monkeypatch):
+    metrics = make(tmp_path)
+    monkeypatch.setattr(clock_module, "time", clock)
+    metrics.phases.step()
+    metrics.count(1)
+    clock.now += 1
+    monkeypatch.setattr(metrics.file, "log", lambda *_: setattr(clock, "now", clock.now + 3))
+    log(metrics, 1)
+    seconds, _ = metrics.phases.take()
+    assert {name: value for name, value in seconds.items() if value} == {"other": 1, "logging": 3}
 
 
 def test_the_console_line_is_torchtitans_up_to_mfu(tmp_path, clock, caplog):

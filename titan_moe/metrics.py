@@ -102,16 +102,21 @@ class Metrics:
                 **({} if self.recompiles is None else {"compile/recompiles": self.recompiles.count}),
                 **more,
             }
-            known = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
-            self.file.log(step, known)
-            tags = self._tags(known, memory)
-            for dashboard in self.dashboards:
-                dashboard.log(step, tags)
-            self._print(record, memory, seconds)
+            with self.phases.whole("logging"):
+                self._write(record, memory, seconds)
         if self.recompiles is not None:
             self.recompiles.overlook()  # a validation's, just before
         self.memory.reset()
         self._restart_interval()
+
+    def _write(self, record: dict[str, Any], memory: dict[str, float], seconds: float) -> None:
+        known = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
+        assert self.file is not None
+        self.file.log(record["step"], known)
+        tags = self._tags(known, memory)
+        for dashboard in self.dashboards:
+            dashboard.log(record["step"], tags)
+        self._print(record, memory, seconds)
 
     def _print(self, record: dict[str, Any], memory: dict[str, float], seconds: float) -> None:
         c, step, steps = self.color, record["step"], self.config.training.steps

@@ -47,7 +47,8 @@ OWN = ("embedding", "norms", "attention", "dense", "router", "experts", "shared_
 """Of forward and backward: what a rank does without waiting for others"""
 SHARED = ("dispatch", "combine", "fsdp")
 """Of forward and backward: what ranks do together, so that each waits for the slowest"""
-WHOLE = ("data", "graph", "clip", "optimizer", "pipeline", "wgrad", "validation", "checkpoint", "profile", OTHER)
+WHOLE = ("data", "graph", "clip", "optimizer", "pipeline", "wgrad", "logging")
+WHOLE += ("validation", "checkpoint", "profile", OTHER)
 """Told without forward and backward"""
 
 NAMES = (*(f"{name}.{way}" for name in (*OWN, *SHARED) for way in ("forward", "backward")), *WHOLE)

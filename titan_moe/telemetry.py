@@ -69,11 +69,13 @@ class Telemetry:
     def statistics(self) -> dict[str, float]:
         """Of the steps since the last call. Seconds of "phase/..." are those of one step."""
         found: dict[str, float] = {}
-        for source in self.sources:
-            found |= source()
+        with self.phases.whole("logging"):
+            for source in self.sources:
+                found |= source()
         seconds, steps = self.phases.take()
-        mine = [seconds[name] / max(steps, 1) for name in NAMES] + self.wire.take(steps)
-        everyone = gathered(torch.tensor(mine, dtype=torch.float64), self.device)
+        with self.phases.whole("logging"):  # of the next line
+            mine = [seconds[name] / max(steps, 1) for name in NAMES] + self.wire.take(steps)
+            everyone = gathered(torch.tensor(mine, dtype=torch.float64), self.device)
         found |= phase_statistics(everyone[:, : len(NAMES)])
         return found | self.wire.statistics(everyone[:, len(NAMES) :])
 

@@ -4,7 +4,9 @@
 const PHASE_COLORS = {
   attention: "#2b5c8a", router: "#e8a33d", dispatch: "#d1603d", experts: "#7a3b69", combine: "#e58d74",
   shared_expert: "#b07aa8", dense: "#2f8f83", norms: "#8fc3b8", fsdp: "#c2577a", embedding: "#4b6043", loss: "#a8b84b",
-  clip: "#6e7fa8", optimizer: "#3d4a73", data: "#c9a66b", validation: "#7f8c99", checkpoint: "#565f6b", other: "#aeb6c1",
+  mtp: "#5b8fb9", pipeline: "#9478b3", wgrad: "#6a9a5b", graph: "#c97b63",
+  clip: "#6e7fa8", optimizer: "#3d4a73", data: "#c9a66b", logging: "#b3954d", other: "#aeb6c1",
+  validation: "#7f8c99", checkpoint: "#565f6b", profile: "#8a7f99",
   // what only the planner knows
   grouped_gemm: "#7a3b69", dense_gemm: "#2f8f83", elementwise: "#8fc3b8", permute: "#e58d74", quantize: "#b07aa8",
   "exposed EP": "#d1603d", "exposed DP": "#6e7fa8", "exposed PP": "#4b6043", bubble: "#aeb6c1", host: "#565f6b", stragglers: "#7f8c99",
