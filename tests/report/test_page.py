@@ -10,13 +10,16 @@ from array import array
 from html.parser import HTMLParser
 from pathlib import Path
 
+import titan_moe.runtime  # noqa: F401
+
 import pytest
 
 from titan_moe import config_file
 from titan_moe.config import Config
 from titan_moe.config_print import to_toml
+from titan_moe.phases import NAMES
 from titan_moe.plan import report
-from titan_moe.report import charts, heat, phases
+from titan_moe.report import charts, heat, page, phases
 from titan_moe.report.against_plan import compare
 from titan_moe.report.page import make
 from titan_moe.report.read import Loads, Series, read
@@ -159,6 +162,30 @@ def test_phases(tmp_path):
     found = phases.bars(run, most=2)
     assert found.ends == [2, 3] and list(found.seconds) == ["experts", "optimizer"]
     assert [round(value, 9) for value in found.seconds["experts"]] == [0.45, 0.9]
+
+
+def test_a_phase_once_in_a_while_is_told_as_a_mean(tmp_path):
+    """Validation of 8 s in one of four lines, which are of 10 steps but the first; a checkpoint that is never due; a
+    trace, of which only one line knows."""
+    told = {1: 1e-6, 11: 1e-6, 21: 0.8, 31: 1e-6}
+    lines = [
+        line(step, **phases_of(experts=0.5), **{"phase/validation": seconds, "phase_max/validation": 2 * seconds})
+        | {"phase/checkpoint": 1e-5}
+        | ({"phase/profile": 3.1} if step == 11 else {})
+        for step, seconds in told.items()
+    ]
+    found = {phase.name: phase for phase in phases.table(read(write(tmp_path / "run", lines)))}
+    assert list(found) == ["experts", "profile", "validation"]
+    assert found["validation"].seconds == pytest.approx(8 / 31, rel=1e-4)
+    assert found["validation"].slowest == pytest.approx(16 / 31, rel=1e-4)
+    assert found["profile"].seconds == pytest.approx(1.0) and found["experts"].seconds == 0.5
+
+
+def test_every_phase_has_a_color_of_its_own():
+    """Two that share one cannot be told apart in a bar."""
+    script = (Path(page.__file__).parent / "web" / "phases.js").read_text()
+    colors = dict(re.findall(r'(\w+): "(#\w{6})"', script.split("// what only the planner knows")[0]))
+    assert {name.split(".")[0] for name in NAMES} == colors.keys() and len(set(colors.values())) == len(colors)
 
 
 def test_loads_become_bytes(tmp_path):

@@ -8,6 +8,8 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 from titan_moe.report.read import Run, Series
 from titan_moe.report.summary import typical
@@ -20,16 +22,19 @@ RECENT = 1000
 """Lines that tell which rank is slow"""
 OUTSIDE = ("validation", "checkpoint", "profile")
 """Phases once in a while, which are no part of a step's time: only the table has them"""
+NOTHING = 1e-3
+"""Share of a step below which such a phase only asked whether it is due"""
 WHOLE = "step"
 """The step as a whole, which the others are parts of"""
 ORDER = ("attention", "router", "dispatch", "experts", "combine", "shared_expert", "dense", "norms", "embedding")
-ORDER += ("loss", "fsdp", "clip", "optimizer", "data", "other")
+ORDER += ("loss", "fsdp", "clip", "optimizer", "data", "logging", "other")
 """From the bottom of a bar upwards; phases that are not listed come before "other" """
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Seconds per step, medians over the last quarter of the lines; None where nothing was logged."""
+    """Seconds per step, medians over the last quarter of the lines, or of a phase once in a while means over all steps;
+    None where nothing was logged."""
 
     name: str
     forward: float | None
@@ -61,11 +66,12 @@ def _parts(run: Run, kind: str, name: str) -> list[Series]:
 
 
 def table(run: Run) -> list[Phase]:
-    """All phases, the longest first, those outside of a step last."""
+    """All phases, the longest first, those outside of a step last, if there is anything to tell of them."""
     found = []
     for name in names(run):
-        slowest = [value for part in _parts(run, "phase_max", name) if (value := typical(part)) is not None]
-        seconds = [value for part in _parts(run, "phase", name) if (value := typical(part)) is not None]
+        usual = partial(over_all_steps, run) if name in OUTSIDE else typical
+        slowest = [value for part in _parts(run, "phase_max", name) if (value := usual(part)) is not None]
+        seconds = [value for part in _parts(run, "phase", name) if (value := usual(part)) is not None]
         ranks = Counter(v for part in _parts(run, "phase_rank", name) for v in part.values[-RECENT:] if v == v)
         found.append(
             Phase(
@@ -77,7 +83,18 @@ def table(run: Run) -> list[Phase]:
                 int(ranks.most_common(1)[0][0]) if ranks else None,
             )
         )
+    least = NOTHING * math.fsum(phase.seconds for phase in found if phase.name not in OUTSIDE)
+    found = [phase for phase in found if phase.name not in OUTSIDE or phase.seconds > least]
     return sorted(found, key=lambda phase: (phase.name in OUTSIDE, -phase.seconds))
+
+
+def over_all_steps(run: Run, series: Series) -> float:
+    """The mean, where most lines have next to nothing, or no such key: their median would be that."""
+    of_line = {step: step - before for before, step in pairwise(run.steps)}
+    if run.steps:
+        of_line[run.steps[0]] = 1  # how many steps the first line tells of, it does not say
+    finite = (value * of_line[step] for step, value in zip(series.steps, series.values) if math.isfinite(value))
+    return math.fsum(finite) / max(sum(of_line.values()), 1)
 
 
 def inside(run: Run) -> list[Phase]:

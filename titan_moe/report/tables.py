@@ -105,7 +105,8 @@ def phase_table(run: Run) -> str:
         rank = "–" if phase.rank is None else f"{phase.rank:,}"
         each = [f"{part:.4g}" if part is not None else "–" for part in (phase.forward, phase.backward, phase.seconds)]
         dot = f'<i class="dot" data-phase="{text(phase.name)}"></i>'
-        rows.append([f"{dot}{text(phase.name)}", *each, share, slowest, rank])
+        note = " <small>mean over all steps</small>" if phase.name in phases.OUTSIDE else ""
+        rows.append([f"{dot}{text(phase.name)}{note}", *each, share, slowest, rank])
     head = ["phase", "forward", "backward", "together", "share", "slowest rank", "which"]
     return table(head, rows, kind="numbers")
 
