@@ -1,11 +1,15 @@
 """The page in a real browser, where there is one: it draws without a word on the console, and reaches for nothing."""
 
+import base64
+import hashlib
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from titan_moe.report import charts
 from titan_moe.report.page import make
 from titan_moe.report.read import Series, read
 
@@ -59,6 +63,27 @@ def test_draws_without_complaint(tmp_path, case):
     assert done.returncode == 0 and drawn(done.stdout) and console(done) == []
     canvases = done.stdout.count("<canvas")
     assert canvases == 0 if case == "empty" else canvases >= 8
+
+
+def test_nothing_is_no_hundredth_of_an_axis(tmp_path):
+    """Of a curve that is 0 all the time uPlot would label an axis up to 100."""
+    lines = [line(step, moe_dead=0, tps=0.0, step_s=0.25 * step) for step in range(1, 9)]
+    whole = make([read(write(tmp_path / "run", lines))])
+    told = "JSON.stringify(curveCharts.map((each) => each.u.scales.y.max))"
+    told = f"setTimeout(() => (document.documentElement.dataset.scales = {told}), 500);"  # when all is drawn
+    scripts = whole.split("<script>")[1].split("</script>")[0]
+    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (scripts, scripts + told)]
+    page = tmp_path / "page.html"
+    page.write_text(whole.replace(scripts, scripts + told).replace(*digests))
+    done = browse(page, tmp_path / "profile", "--dump-dom")
+    scales = dict(zip([chart.title for chart in charts.charts([read(tmp_path / "run")])[0]], found_in(done.stdout)))
+    assert scales["Dead experts"] == scales["Throughput"] == 1 and 2 <= scales["Step time"] <= 3
+    assert console(done) == []
+
+
+def found_in(dom: str) -> list[float]:
+    (scales,) = re.findall(r'data-scales="\[(.*?)\]"', dom)
+    return [float(each) for each in scales.split(",")]
 
 
 def test_a_mistake_in_the_page_would_be_noticed(tmp_path):

@@ -164,6 +164,11 @@ def test_phases(tmp_path):
     assert [round(value, 9) for value in found.seconds["experts"]] == [0.45, 0.9]
 
 
+def test_when_a_run_started_is_told_as_people_write_it(tmp_path):
+    seen = Seen(make([read(write(tmp_path / "run", [line(1)], updated="2026-12-01T05:30:34+00:00"))]))
+    assert "a test · deepseek_v3 debugmodel · 2 ranks · CPU · started 2026-12-01 05:30:34 UTC" in seen.text
+
+
 def test_a_phase_once_in_a_while_is_told_as_a_mean(tmp_path):
     """Validation of 8 s in one of four lines, which are of 10 steps but the first; a checkpoint that is never due; a
     trace, of which only one line knows."""

@@ -141,7 +141,8 @@ def _header(runs: Sequence[Run]) -> str:
     world, description = run.facts.get("world"), run.facts.get("description")
     ranks = f"{world:,} rank{'s' * (world != 1)}" if isinstance(world, int) else ""
     device = run.facts.get("device") or ""
-    about = [description, model, ranks, device, run.facts.get("updated") and f"started {run.facts['updated']}"]
+    started = str(run.facts.get("updated", "")).replace("T", " ").replace("+00:00", " UTC")
+    about = [description, model, ranks, device, started and f"started {started}"]
     state = run.state()
     step = f" at step {run.last_step:,}" if run.steps else ""
     return (

@@ -37,6 +37,12 @@ function axes() {
   ];
 }
 
+// uPlot's own range, but for a curve that is 0 all the time, which it would put on an axis up to 100.
+function linear(u, min, max) {
+  if (min === 0 && max === 0) return [0, 1];
+  return min === null ? [null, null] : uPlot.rangeNum(min, max, 0.1, true);
+}
+
 function short(value) {
   const size = Math.abs(value);
   if (size === 0) return "0";
@@ -160,7 +166,7 @@ class CurveChart {
       ...this.size(),
       padding: [8, 28, 0, 0],
       legend: { show: false },
-      scales: { x: { time: false, range: () => range() }, y: log ? { distr: 3, range: (u, min, max) => [min / 1.1, max * 1.1] } : {} },
+      scales: { x: { time: false, range: () => range() }, y: log ? { distr: 3, range: (u, min, max) => [min / 1.1, max * 1.1] } : { range: linear } },
       axes: axes(),
       series: [{}, ...layers.map((layer) => this.series(layer))],
       cursor: {
