@@ -41,6 +41,7 @@ from titan_moe.phases import NAMES, Phases
 from titan_moe.profiling import ROW
 
 WARM_UP = 3  # steps that set things up
+OTHERS_TURN = "profile"  # a phase that these runs do not have
 LARGE = 0.01  # share of the step from which on a phase's agreement is judged: below, one interruption is all of it
 
 
@@ -96,19 +97,27 @@ def _nothing(*_: Any) -> None:
 
 def cost(argv: list[str], folder: Path, steps: int) -> dict[str, float]:
     """Medians over pairs of steps: CPU seconds of one without timers; the share that timers add, on the CPU and on the
-    wall; and marks per step."""
+    wall. And the share of the step that phases explain."""
     runs = {"with": Run(argv, folder / "with", Phases), "without": Run(argv, folder / "without", Off)}
     order, pairs = random.Random(0), []
+    phases = runs["with"].run.telemetry.phases
+
+    def step(name: str) -> tuple[float, float]:
+        if name == "with":
+            return runs[name].step()
+        with phases.whole(OTHERS_TURN):  # is no part of a step of the run with timers
+            return runs[name].step()
+
     for _ in range(WARM_UP):
-        for run in runs.values():
-            run.step()
+        for name in runs:
+            step(name)
     gc.collect()
     gc.disable()
     for _ in range(steps):
-        pairs.append({name: runs[name].step() for name in order.sample(list(runs), 2)})
+        pairs.append({name: step(name) for name in order.sample(list(runs), 2)})
     gc.enable()
-    taken, timed_steps = runs["with"].run.telemetry.phases.take()
-    total = sum(taken.values())
+    taken, timed_steps = phases.take()
+    total = sum(seconds for name, seconds in taken.items() if name != OTHERS_TURN)
     for run in runs.values():
         run.close()
     added = [[pair["with"][i] / pair["without"][i] - 1 for pair in pairs] for i in (0, 1)]
