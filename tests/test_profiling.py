@@ -88,6 +88,7 @@ def traces(run_folder) -> dict[int, Trace]:
     return {step: Trace(run_folder / name) for step, name in names.items()}
 
 
+@pytest.mark.slow
 def test_timers_agree_with_the_profiler(run_folder, traces):
     """Within 5 %: all phases together, each that is a fiftieth of the step or more, and the smaller ones together. The
     median over steps: when the machine takes this process away between the two readings of a boundary, they differ in
@@ -105,6 +106,7 @@ def test_timers_agree_with_the_profiler(run_folder, traces):
     assert not {name: ratio for name, ratio in medians.items() if abs(ratio - 1) > 0.05}
 
 
+@pytest.mark.slow
 def test_phases_explain_the_step(run_folder):
     """At least 95 % of it, and all phases together are the step."""
     told = read_metrics(run_folder)
@@ -132,6 +134,7 @@ NODES = {
 }
 
 
+@pytest.mark.slow
 def test_each_operation_lies_in_its_phase(traces):
     """What the name of a node says about whose it is does not come from the timers."""
     seen = Counter()
@@ -147,6 +150,7 @@ def test_each_operation_lies_in_its_phase(traces):
     assert seen.keys() == NODES.keys()
 
 
+@pytest.mark.slow
 def test_the_row_of_phases_is_named_and_has_no_overlap(traces):
     for trace in traces.values():
         names = [e["args"] for e in trace.events if e["ph"] == "M" and e["tid"] == ROW]
@@ -157,6 +161,7 @@ def test_the_row_of_phases_is_named_and_has_no_overlap(traces):
         assert not [e for e in trace.spans if e["tid"] != ROW and e["name"] in NAMES]
 
 
+@pytest.mark.slow
 def test_nothing_but_whole_traces_is_left(run_folder):
     files = [path.relative_to(run_folder / "profile_traces") for path in (run_folder / "profile_traces").rglob("*")]
     expected = {Path(f"iteration_{step}") for step in (2, *TRACED)}
