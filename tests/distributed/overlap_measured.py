@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from tests.distributed.overlap_ranks import Found, Trainee
+from tests.distributed.overlap_ranks import SMALL, Found, Trainee
 from titan_moe import in_flight
 from titan_moe.clock import seconds
 from titan_moe.in_flight import InFlight, Transfer
@@ -37,7 +37,7 @@ SIZES = (2**12, 2**14, 2**16, 2**18)
 def measure(tell: Callable, slowness: float, steps: int) -> None:
     """Tells, for each mode, (predicted, traced) exposed expert-parallel seconds of a step, and the link. The link is so
     slow that a step's transfers take `slowness` times as long as all else."""
-    argv = [*MODEL, f"--parallelism.expert_parallel_degree={dist.get_world_size()}"]
+    argv = [*SMALL, *MODEL, f"--parallelism.expert_parallel_degree={dist.get_world_size()}"]
     whole = {mode: Trainee([*argv, f"--training.local_batch_size={B}", f"--moe.overlap={mode}"]) for mode in MODES}
     half = Trainee([*argv, f"--training.local_batch_size={B // 2}"])
     for trainee in (*whole.values(), half):  # warm

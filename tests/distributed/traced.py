@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from tests.distributed.overlap_ranks import Trainee
+from tests.distributed.overlap_ranks import SMALL, Trainee
 from tests.faults.checkpoint_run import Job
 from titan_moe import fsdp_traffic, in_flight, timeline
 from titan_moe.clock import Mark
@@ -30,7 +30,7 @@ def use_stock_collectives(trainee: Trainee) -> None:
 
 def compare_with_stock(tell: Callable[[Any], None], argv: list[str]) -> None:
     """Tells what is wrong on this rank: names of gradients that differ, of groups that are shared."""
-    trainee = Trainee(argv)
+    trainee = Trainee([*SMALL, *argv])
     ours = trainee.run()
     use_stock_collectives(trainee)
     stock = trainee.run()
@@ -49,7 +49,7 @@ def compare_with_stock(tell: Callable[[Any], None], argv: list[str]) -> None:
 def traced_steps(tell: Callable[[Any], None], argv: list[str], slowness: float, steps: int) -> None:
     """Tells the spans of each of `steps` steps, in seconds of the machine's clock. Links, of expert parallelism and of
     FSDP, are so slow that a step's transfers, one after the other, take `slowness` times as long as a step without."""
-    trainee = Trainee(argv)
+    trainee = Trainee([*SMALL, *argv])
     trainee.run()
     plain = trainee.run()
     slow = torch.tensor(slowness * plain.seconds / sum(t.received for t in (*plain.transfers, *plain.fsdp)))
