@@ -434,3 +434,16 @@ def test_speed() -> None:
     speed = tokens / (time.process_time() - start)
     print(f"{speed:,.0f} tokens/s")
     assert speed > 1e6, f"{speed:,.0f} tokens/s from {os.cpu_count()} cores"
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, EOFError])
+def test_a_worker_that_is_killed_while_it_hands_over_a_batch_is_named(error: type[Exception]) -> None:
+    """torch sees only that a connection broke."""
+
+    def broken() -> Iterator:
+        raise error
+        yield
+
+    loader = make_loader(made(*SIZES), num_workers=1)
+    with pytest.raises(RuntimeError, match="A DataLoader worker exited unexpectedly"):
+        next(loader._batches(broken(), loader._iteration))

@@ -34,6 +34,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -177,12 +178,21 @@ class PackedDataLoader(StatefulDataLoader):
         for run in self._data.runs(workers):
             parts = []
             for _ in range(workers):
-                part = next(iterator)
+                part = self._from_worker(iterator)
                 if isinstance(part, str):
                     raise ValueError(part)
                 parts.append(zip(*part, strict=True))
             for _, worker in run:
                 yield next(parts[worker])
+
+    def _from_worker(self, iterator: Iterator) -> Any:
+        try:
+            return next(iterator)
+        except (ConnectionError, EOFError) as error:
+            if self.num_workers == 0:
+                raise
+            # torch names a worker that was killed, but not one that was while it handed over a batch.
+            raise RuntimeError("A DataLoader worker exited unexpectedly: killed, or short of memory") from error
 
     @property
     def skipped(self) -> int:
