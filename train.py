@@ -228,9 +228,9 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
     local_valid = torch.stack([(labels_BL != IGNORE_INDEX).sum() for _, labels_BL in microbatches]).sum()
     batch_mesh = parallel_dims.get_optional_mesh("batch")
     global_valid = run.stop.sum_over_ranks(local_valid) // parallel_dims.non_data_parallel_size  # who share their data
+    inputs = [inputs_of(run, batch) for batch in microbatches]
 
     # Once in a while, if asked to: does this machine compute the same twice?
-    inputs = [inputs_of(run, batch) for batch in microbatches]
     compute = partial(run.launch, partial(forward_backward, run), global_valid)
     run.corruption.check(run.progress.step, compute, inputs)
 
