@@ -93,11 +93,11 @@ def test_the_built_in_tokenizer_is_exported(tmp_path, group):
     dcp.save(peers.ours(config).state_dict(), checkpoint_id=tmp_path / "step-1")
     export(config, tmp_path / "step-1", tmp_path / "back", None)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "back")
-    text = "Grüße, <eos> 世界\n\t\x00  !"
-    (encoded,) = tokenizer(["Gr\u00fc\u00dfe, \u4e16\u754c\n\t\x00  !"], add_special_tokens=False)["input_ids"]
-    assert encoded == list("Gr\u00fc\u00dfe, \u4e16\u754c\n\t\x00  !".encode()), text
+    text = "Grüße, 世界\n\t\x00  !"
+    (encoded,) = tokenizer([text], add_special_tokens=False)["input_ids"]
+    assert encoded == list(text.encode())
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
-    assert tokenizer.decode(encoded) == "Gr\u00fc\u00dfe, \u4e16\u754c\n\t\x00  !"
+    assert tokenizer.decode(encoded) == text
 
 
 def test_multi_token_prediction_travels_in_the_published_layout(tmp_path, group):

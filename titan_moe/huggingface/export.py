@@ -247,9 +247,9 @@ def _write_rest(config: Config, shards: list[Shard], folder: Path) -> None:
             },
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    dtype = str(next(dtype for weight, dtype in shards[0].weights)).removeprefix("torch.")
+    (_, dtype), *_ = shards[0].weights
     bos, eos = tokenizer_files.write(config.model.hf_assets_path, folder)
-    content = model_config.content(model_flavor(config), dtype, bos, eos)
+    content = model_config.content(model_flavor(config), str(dtype).removeprefix("torch."), bos, eos)
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

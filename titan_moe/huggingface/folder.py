@@ -51,10 +51,11 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     """Every tensor of the folder by its name, and what is wrong: files cut short or missing, an index that does not say
     what is there."""
     try:
-        names, problems = _files(folder)
+        names = _files(folder)
     except ValueError as error:
         return {}, [str(error)]
     found: dict[str, Stored] = {}
+    problems: list[str] = []
     for name, listed in names.items():
         try:
             header = read_header(folder / name)
@@ -77,11 +78,11 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     return found, problems
 
 
-def _files(folder: Path) -> tuple[dict[str, set[str] | None], list[str]]:
-    """Names of the files, each with the tensors that the index puts into it."""
+def _files(folder: Path) -> dict[str, set[str] | None]:
+    """Names of the files, each with the tensors that the index puts into it. Raises ValueError."""
     if not (folder / INDEX).is_file():
         if (folder / SINGLE).is_file():
-            return {SINGLE: None}, []
+            return {SINGLE: None}
         there = sorted(path.name for path in folder.glob("*.safetensors"))
         raise ValueError(
             f"{folder / INDEX} is missing, so nothing says whether {len(there)} files are all; download it"
@@ -96,7 +97,7 @@ def _files(folder: Path) -> tuple[dict[str, set[str] | None], list[str]]:
         listed = names.setdefault(name, set())
         assert listed is not None
         listed.add(tensor)
-    return dict(sorted(names.items())), []
+    return dict(sorted(names.items()))
 
 
 def read_header(path: Path) -> dict[str, Stored]:
