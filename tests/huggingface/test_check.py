@@ -195,6 +195,12 @@ def test_a_router_bias_needs_a_place_and_may_be_absent(tmp_path):
     assert problems(configuration(), folder(tmp_path / "none", configuration(), drop=(BIAS,))) == []
 
 
+def test_what_a_folder_of_weights_does_not_have_is_refused(tmp_path):
+    config = configuration()
+    config.checkpoint.initial_load_model_only = False
+    assert "a Hugging Face folder has only weights" in only(problems(config, folder(tmp_path / "hf", config)))
+
+
 def test_a_folder_that_holds_nothing_to_start_from_is_refused(tmp_path):
     assert "holds neither a checkpoint (manifest.json, .metadata) nor" in (checkpoint_folder.misnamed(tmp_path) or "")
     (tmp_path / "pytorch_model.bin").touch()

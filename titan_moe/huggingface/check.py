@@ -21,7 +21,9 @@ SHOWN = 10  # of the problems of one kind
 
 
 def problems(config: Config, path: Path) -> list[str]:
-    """Everything that keeps the weights in the folder from being loaded, each behind the key that names the folder."""
+    """Everything that keeps the weights in the folder from being loaded, each behind its key."""
+    if not config.checkpoint.initial_load_model_only:
+        return ["checkpoint.initial_load_model_only = false: a Hugging Face folder has only weights; set it to true"]
     flavor = model_flavor(config)
     try:
         content = hf_folder.read_json(path / CONFIG)
