@@ -8,6 +8,7 @@ from typing import Any
 import titan_moe.runtime  # noqa: F401
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     DeepseekV2Config,
@@ -130,6 +131,14 @@ def ids(batch: int = 2) -> tuple[Tensor, Tensor]:
 
 def fingerprint(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value, _ in tensors([model])}
+
+
+def files(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in the folder."""
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
 
 
 def by_our_names(named: dict[str, Tensor], flavor: Flavor) -> dict[str, Tensor]:

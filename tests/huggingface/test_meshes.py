@@ -2,18 +2,16 @@
 rank writes, and a training from and to a Hugging Face folder goes through train.py's own functions."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import titan_moe.runtime  # noqa: F401
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from tests.distributed.harness import REPO
 from tests.faults.checkpoint_run import Job
 from tests.huggingface import mesh_run, peers
+from tests.huggingface.peers import files
 from titan_moe.config import Config, Model, Parallelism
 from titan_moe.convert import main as convert
 from titan_moe.huggingface.load import load
@@ -25,13 +23,6 @@ MESHES = {
     "PP 2 x FSDP 2": Parallelism(pipeline_parallel_degree=2),
     "HSDP 2 x 2, EP 2": Parallelism(data_parallel_replicate_degree=2, expert_parallel_degree=2),
 }
-
-
-def files(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,18 @@
 """Import and export against transformers: the same logits, and every weight bit for bit there and back."""
 
 import json
-from pathlib import Path
 
 import titan_moe.runtime  # noqa: F401
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.huggingface import peers
+from tests.huggingface.peers import files
 from titan_moe.attention import documents
 from titan_moe.config_check import check
 from titan_moe.huggingface.export import export
@@ -33,13 +33,6 @@ def their_logits(model: nn.Module) -> Tensor:
     tokens_BL, positions_BL = peers.ids()
     with torch.no_grad():
         return model.eval()(tokens_BL, position_ids=positions_BL).logits
-
-
-def files(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
 
 
 @pytest.mark.parametrize("shape", SHAPES)
