@@ -88,8 +88,8 @@ def cut_in_header(path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (cut, rf"{SECOND} is cut short: it has .* bytes, by its header"),
-    "truncated in its header": (cut_in_header, rf"{SECOND} is cut short: it has 100 bytes, less than its own header"),
+    "truncated": (cut, rf"{SECOND} is no whole safetensors file, .*: incomplete metadata, file not fully covered"),
+    "truncated in its header": (cut_in_header, rf"{SECOND} is no whole safetensors file, with its 100 bytes"),
     "no file": (lambda path: (path / FIRST).unlink(), rf"{FIRST} cannot be read: No such file"),
     "no index": (lambda path: (path / INDEX).unlink(), r"index.json is missing, so nothing says whether 2 files"),
     "no config": (lambda path: (path / "config.json").unlink(), r"config.json is missing"),
@@ -98,7 +98,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / INDEX).write_text('{"weight_map": {"a": "../b.safetensors"}}'),
         r"names a file outside its folder: '../b.safetensors'",
     ),
-    "no safetensors": (lambda path: (path / FIRST).write_bytes(b"\x08" + b"\0" * 7 + b"not json"), "is no safetensors"),
+    "no safetensors": (
+        lambda path: (path / FIRST).write_bytes(b"\x08" + b"\0" * 7 + b"not json"),
+        rf"{FIRST} is no whole safetensors file, .*: invalid JSON",
+    ),
 }
 
 
