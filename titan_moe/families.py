@@ -142,7 +142,7 @@ def deepseek_v3_tree(f: Flavor, seq_len: int) -> Model.Config:
 
 
 def gqa_tree(f: Flavor, seq_len: int) -> Model.Config:
-    """torchtitan's Qwen3 MoE; Mixtral is the same without the norms on query and key heads, and another epsilon.
+    """torchtitan's Qwen3 MoE; Mixtral is the same without the norms on query and key heads.
 
     Mixtral takes the softmax over the chosen logits alone. That is what softmax over all of them, divided by the sum of
     the chosen scores (`route_norm`), comes to.

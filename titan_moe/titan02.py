@@ -91,7 +91,7 @@ FROM_HF = Refused(
     (False,),
 )
 FROM_FP8 = Ignored("the folder's config.json says whether its weights are quantized", (False,))
-TO_HF = Differs("the last checkpoint is written as always, and beside it a Hugging Face folder, hf/step-N", (True,))
+TO_HF = Differs("writes the last checkpoint as always, and beside it a Hugging Face folder, hf/step-N", (True,))
 OWN_MODULE = Refused("user modules are not imported; edit train.py or titan_moe/ instead", ("",))
 NO_FAULT_TOLERANCE = Refused("torchft is not supported; MAX_RESTARTS of run_train.sh restarts a failed job", (False,))
 BY_OPERATION = Ignored('"selective" always chooses by operation, and as torchtitan 0.3 does', ("op", True, False))

@@ -26,7 +26,15 @@ SCHEDULE_100 = "--lr_scheduler.total_steps=100"  # it must not follow training.s
 SAVING = ["--checkpoint.enable", "--checkpoint.interval=1000"]  # at the end of each part
 NOT_REPEATED = {"attempt", "tps", "tflops", "mfu", "time_s", "step_s", "data_percent", "memory_gib"}
 """What metrics.jsonl has that no two runs share"""
-TIMES = ("phase", "slowest_rank", "comm/")
+TIMES = (
+    "phase",
+    "slowest_rank",
+    "comm/exposed",
+    "comm/in_flight",
+    "comm/hidden",
+    "comm/dispatch_gb",
+    "comm/combine_gb",
+)
 """And what else has names that begin like this"""
 
 

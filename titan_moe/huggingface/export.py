@@ -162,6 +162,8 @@ def export(
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     temporary = hidden(out, TMP)
 
+    source: Any = None
+
     def together(work: Any) -> None:
         """Of all ranks; the error of one is an error on all."""
         try:
@@ -172,14 +174,16 @@ def export(
         if group is not None:
             found = [None] * ranks
             dist.all_gather_object(found, problem, group=group)
-        if said := next((each for each in found if each), None):
+        if said := [each for each in found if each is not None]:
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise ValueError(f"The weights of {checkpoint} were not written to {out}: {said}")
+            raise ValueError(f"The weights of {checkpoint} were not written to {out}: {said[0]}")
 
-    start, source, shards = time.monotonic(), Checkpoint(checkpoint), []
+    start, shards = time.monotonic(), []
 
     def prepare() -> None:
+        nonlocal source
+        source = Checkpoint(checkpoint)
         shards.extend(plan(config, source.shapes(), dtype or source.dtype()))
         if rank == 0:
             _refuse_moved_bias(source, shards)
