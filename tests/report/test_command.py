@@ -111,6 +111,8 @@ def test_text(tmp_path, capsys):
         "- run.json is missing: no environment, no count of attempts",
     ]
     assert printed.startswith("run: finished, 100%\n  step")
+    write(folder, lines, world=2)
+    assert "  tokens/s, device     1,000 of 2,000 on all 2" in summary(read(folder)).splitlines()
 
 
 def test_text_does_not_steer_the_terminal(tmp_path):

@@ -45,7 +45,7 @@ def numbers(run: Run) -> list[Number]:
     add("validation loss", run.last("validation_loss"), "{:.4f}", at(run, "validation_loss"))
     world = run.facts.get("world")
     rate = typical(run.series.get("tps"))
-    all_devices = f"{large(rate * world)} on all {world:,}" if rate and isinstance(world, int) and world > 1 else ""
+    all_devices = f"of {large(rate * world)} on all {world:,}" if rate and isinstance(world, int) and world > 1 else ""
     add("tokens/s, device", rate, "{:,.0f}", all_devices)
     add("MFU", typical(run.series.get("mfu")), "{:.1f} %")
     if run.last("mfu") is None:
@@ -56,10 +56,9 @@ def numbers(run: Run) -> list[Number]:
     add("memory", run.last("memory_gib"), "{:,.2f} GiB", "peak of rank 0")
     worst = worst_layer(run)
     add("heaviest expert", run.last("moe_max/mean"), "{:.2f} ×", f"the mean, {worst[0] if worst else 'worst layer'}")
-    skipped = run.last("skipped_steps")
-    add("skipped steps", skipped, "{:,.0f}")
-    if attempts(run) is not None:
-        found.append(Number("restarts", f"{(attempts(run) or 1) - 1:,}"))
+    add("skipped steps", run.last("skipped_steps"), "{:,.0f}")
+    if started := attempts(run):
+        found.append(Number("restarts", f"{started - 1:,}"))
     return found
 
 
