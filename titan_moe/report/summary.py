@@ -106,7 +106,7 @@ def warnings(run: Run) -> list[str]:
     if loss and not math.isfinite(loss.values[-1]):
         found.append(f"the loss of the last step, {loss.steps[-1]:,}, is not finite")
     if skipped := run.last("skipped_steps"):
-        found.append(f"{skipped:,.0f} steps were skipped ({skipped / max(run.last_step, 1):.2%})")
+        found.append(f"skipped steps: {skipped:,.0f} ({skipped / max(run.last_step, 1):.2%})")
     if dead := run.last("moe_dead"):
         by_layer = {layer: series.last() or 0 for layer, series in layers_of(run, "moe_dead").items()}
         worst = max(by_layer, key=by_layer.__getitem__, default="")
@@ -119,7 +119,7 @@ def warnings(run: Run) -> list[str]:
     if dropped := run.last("moe_dropped"):
         found.append(f"{dropped:.2%} of the copies are dropped by the capacity factor")
     if replays := run.last("overflow_replays"):
-        found.append(f"{replays:,.0f} steps ran again because a receive buffer was too small")
+        found.append(f"steps and validations that ran again because a receive buffer was too small: {replays:,.0f}")
     waits = typical(run.series.get("data_percent"))
     if waits is not None and waits > WAITS:
         found.append(f"{waits:.1f} % of the time is spent waiting for data")
