@@ -263,8 +263,8 @@ def train_step(run: Run, batches: Iterator[Batch], *, validates: bool, logs: boo
         parts = {name: parallel.sum_of_sequence(parallel_dims, part) for name, part in parts.items()}
         max_loss = dist_utils.dist_max(parts["loss"] * global_valid / local_valid.clamp(min=1), batch_mesh)
         means = {name: dist_utils.dist_sum(part, batch_mesh) for name, part in parts.items()}
-        with phase("validation"):  # only now: reading the loss has waited for the step to end on the device
-            validation_loss = validate(run, evaluate) if validates else None
+        # Only now: reading the loss has waited for the step to end on the device.
+        validation_loss = validate(run, evaluate) if validates else None
         run.metrics.log(
             run.progress.step,
             max_loss=max_loss,

@@ -140,23 +140,8 @@ def _watch_fsdp(phases: Phases, part: nn.Module) -> None:
 def _watch_pipeline(phases: Phases, pipeline: Pipeline) -> None:
     """What a schedule does outside of its stages is to wait: "pipeline". A weights' pass of its own runs pieces of
     many phases' graphs, of which most have lost their beginning: all of it is "wgrad"."""
-
-    def in_backward(call):
-        def backward(*args, **kwargs):
-            with phases.backward():
-                return call(*args, **kwargs)
-
-        return backward
-
-    def weights(call):
-        def wgrad(*args, **kwargs):
-            with phases.whole("wgrad"):
-                return call(*args, **kwargs)
-
-        return wgrad
-
     for stage in pipeline.stages:
         stage.forward_one_chunk = phases.inside(stage.forward_one_chunk, OTHER)
-        stage.backward_one_chunk = in_backward(stage.backward_one_chunk)
-        stage.backward_weight_one_chunk = weights(stage.backward_weight_one_chunk)
+        stage.backward_one_chunk = phases.backward()(stage.backward_one_chunk)
+        stage.backward_weight_one_chunk = phases.whole("wgrad")(stage.backward_weight_one_chunk)
     pipeline.schedule.step = phases.inside(pipeline.schedule.step, "pipeline")

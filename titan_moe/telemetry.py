@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_moe import in_flight
 from titan_moe.config import Config
 from titan_moe.phase_hooks import watch
 from titan_moe.phases import NAMES, OWN, Phases
@@ -60,7 +61,7 @@ class Telemetry:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Around what is one phase, whatever is done inside."""
-        with self.wire.forgetting(), self.phases.whole(name):
+        with in_flight.unnoted(), self.phases.whole(name):  # what is sent there is not of training
             yield
 
     def backward(self) -> AbstractContextManager[None]:

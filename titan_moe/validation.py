@@ -21,14 +21,15 @@ Evaluate = Callable[["Run", list[Batch]], torch.Tensor]
 @torch.no_grad()
 def validate(run: "Run", evaluate: Evaluate) -> float:
     """All ranks must call it."""
-    for part in run.model_parts:
-        part.eval()  # the router counts its load in training mode only
-    sums = run.replay.until_it_fits(partial(held_out_loss, run, evaluate), "validation")
-    for part in run.model_parts:
-        part.train()
-    batch_mesh = run.parallel_dims.get_optional_mesh("batch")
-    loss_sum = parallel.sum_of_sequence(run.parallel_dims, sums["loss"])
-    return dist_utils.dist_sum(loss_sum, batch_mesh) / dist_utils.dist_sum(sums["labels"], batch_mesh)
+    with run.telemetry.phase("validation"):
+        for part in run.model_parts:
+            part.eval()  # the router counts its load in training mode only
+        sums = run.replay.until_it_fits(partial(held_out_loss, run, evaluate), "validation")
+        for part in run.model_parts:
+            part.train()
+        batch_mesh = run.parallel_dims.get_optional_mesh("batch")
+        loss_sum = parallel.sum_of_sequence(run.parallel_dims, sums["loss"])
+        return dist_utils.dist_sum(loss_sum, batch_mesh) / dist_utils.dist_sum(sums["labels"], batch_mesh)
 
 
 def held_out_loss(run: "Run", evaluate: Evaluate) -> dict[str, torch.Tensor]:

@@ -10,8 +10,7 @@ device, with a few small operations per layer, and read when the step is logged.
 Shape letters: T tokens of this rank, K top-k, e experts of this rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import titan_moe.runtime  # noqa: F401
@@ -91,14 +90,6 @@ class Wire:
         if in_flight.log is not None:
             self._read(self.late)
             self.late = len(in_flight.log)
-
-    @contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """Transfers inside are not of training."""
-        before = len(in_flight.log or ())
-        yield
-        if in_flight.log is not None:
-            del in_flight.log[before:]
 
     def _read(self, until: int) -> None:
         log = in_flight.log

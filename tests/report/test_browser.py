@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -65,25 +66,28 @@ def test_draws_without_complaint(tmp_path, case):
     assert canvases == 0 if case == "empty" else canvases >= 8
 
 
-def test_nothing_is_no_hundredth_of_an_axis(tmp_path):
-    """Of a curve that is 0 all the time uPlot would label an axis up to 100."""
-    lines = [line(step, moe_dead=0, tps=0.0, step_s=0.25 * step) for step in range(1, 9)]
-    whole = make([read(write(tmp_path / "run", lines))])
-    told = "JSON.stringify(curveCharts.map((each) => each.u.scales.y.max))"
-    told = f"setTimeout(() => (document.documentElement.dataset.scales = {told}), 500);"  # when all is drawn
+def told_by(page: Path, whole: str, profile: Path, expression: str) -> list:
+    """What a script at the end of the page would get for `expression`, when all is drawn: numbers, in lists."""
+    told = f"setTimeout(() => (document.documentElement.dataset.told = JSON.stringify({expression})), 500);"
     scripts = whole.split("<script>")[1].split("</script>")[0]
     digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (scripts, scripts + told)]
-    page = tmp_path / "page.html"
     page.write_text(whole.replace(scripts, scripts + told).replace(*digests))
-    done = browse(page, tmp_path / "profile", "--dump-dom")
-    scales = dict(zip([chart.title for chart in charts.charts([read(tmp_path / "run")])[0]], found_in(done.stdout)))
-    assert scales["Dead experts"] == scales["Throughput"] == 1 and 2 <= scales["Step time"] <= 3
+    done = browse(page, profile, "--dump-dom")
     assert console(done) == []
+    (found,) = re.findall(r'data-told="(.*?)"', done.stdout)
+    return json.loads(found)
 
 
-def found_in(dom: str) -> list[float]:
-    (scales,) = re.findall(r'data-scales="\[(.*?)\]"', dom)
-    return [float(each) for each in scales.split(",")]
+def test_axes_suit_their_values(tmp_path):
+    """Of a curve that is 0 all the time uPlot would label an axis up to 100, of ranks an axis with halves."""
+    lines = [line(step, moe_dead=0, tps=0.0, step_s=0.25 * step, slowest_rank=step % 2) for step in range(1, 9)]
+    run = read(write(tmp_path / "run", lines))
+    wanted = "curveCharts.map((each) => [each.u.scales.y.max, each.u.axes[1]._splits])"
+    told = told_by(tmp_path / "page.html", make([run]), tmp_path / "profile", wanted)
+    axes = dict(zip([chart.title for chart in charts.charts([run])[0]], told))
+    assert axes["Dead experts"][0] == axes["Throughput"][0] == 1 and 2 <= axes["Step time"][0] <= 3
+    assert axes["Which rank is slowest"][1] == axes["Dead experts"][1] == [0, 1]
+    assert 0.5 in axes["Step time"][1]
 
 
 def test_a_mistake_in_the_page_would_be_noticed(tmp_path):

@@ -105,12 +105,14 @@ def test_text(tmp_path, capsys):
         "    experts             0.3 s  75.0% ██████████████████████  slowest rank 3: 0.6 s",
         "    attention           0.1 s  25.0% ████████  slowest rank 3: 0.2 s",
         "  worst MoE layer: layers.2, heaviest expert 4.00 × mean, dead 1",
-        "! 1 steps were skipped (12.50%)",
+        "! skipped steps: 1 (12.50%)",
         "! dead experts: 3 without a token lately, 1 of them in layers.1",
         "! uneven load: an expert gets 4.00 times the mean of its layer (worst in detail: layers.2, 4.00)",
         "- run.json is missing: no environment, no count of attempts",
     ]
     assert printed.startswith("run: finished, 100%\n  step")
+    write(folder, lines, world=2)
+    assert "  tokens/s, device     1,000 of 2,000 on all 2" in summary(read(folder)).splitlines()
 
 
 def test_text_does_not_steer_the_terminal(tmp_path):

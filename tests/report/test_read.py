@@ -104,7 +104,9 @@ def test_a_cut_file_keeps_its_whole_lines(tmp_path, size):
     (folder / "metrics.jsonl").write_bytes(whole)
     run = read(folder)
     assert len(run.steps) == len([each for each in whole.split(b"\n") if each.endswith(b"}")])
-    assert any("cut off" in problem for problem in run.problems) == (not whole.endswith((b"}", b"}\n")))
+    told = [problem for problem in run.problems if "could not be read" in problem]
+    cut = not whole.endswith((b"}", b"}\n"))
+    assert told == ["metrics.jsonl: 1 line could not be read: it is cut off"] * cut
 
 
 def test_the_line_being_written_is_no_problem(tmp_path):
@@ -114,6 +116,10 @@ def test_the_line_being_written_is_no_problem(tmp_path):
         file.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert read(folder).problems == []
+        file.write(b"\n[]\n" * 2 + b'{"step"')
+        file.flush()
+        assert read(folder).problems == ["metrics.jsonl: 3 lines could not be read"]
+    assert read(folder).problems == ["metrics.jsonl: 4 lines could not be read, the last of them cut off"]
 
 
 def test_numbers_that_are_none(tmp_path):

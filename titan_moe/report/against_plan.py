@@ -70,7 +70,7 @@ def _compare(run: Run) -> Comparison:
             where = (
                 f"the run's device, {device}, is not one that the planner knows"
                 if device
-                else ("run.json does not say what device the run is on")
+                else "run.json does not say what device the run is on"
             )
             raise ValueError(f"plan.hardware is not set, and {where}")
         config.plan.hardware = known.name

@@ -1,6 +1,5 @@
 """Which charts the page has, and their data: decimated, so that a run of any length makes a page of a few megabytes."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -132,7 +131,7 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
 
 
 def _known(run: Run, key: str) -> bool:
-    return any(math.isfinite(value) for value in run.series.get(key, Series()).values)
+    return run.last(key) is not None
 
 
 def _stands_alone(key: str, run: Run) -> bool:

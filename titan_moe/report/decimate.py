@@ -10,6 +10,7 @@ beside them: smoothing extremes would show the middle between them, not the mean
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import fmean
 
 
 def extremes(values: Sequence[float], buckets: int) -> list[int]:
@@ -36,7 +37,7 @@ def means(steps: Sequence[int], values: Sequence[float], buckets: int) -> tuple[
         finite = [i for i in range(start, end) if not math.isnan(values[i])]
         if finite:
             of_steps, of_values = ([of[i] for i in finite] for of in (steps, values))
-            found.append((sum(of_steps) / len(finite), math.fsum(of_values) / len(finite)))
+            found.append((fmean(of_steps), fmean(of_values)))
     return [step for step, _ in found], [value for _, value in found]
 
 

@@ -89,7 +89,6 @@ def _data(runs: Sequence[Run], chosen: Sequence[charts.Chart], refresh: float | 
         "key": [str(run.folder.absolute()) for run in runs],
         "first": min((first for first, _ in ends), default=0),
         "last": max((last for _, last in ends), default=1),
-        "groups": charts.GROUPS,
         "charts": charts.payload(runs, chosen),
         "runs": [
             {
@@ -232,7 +231,7 @@ def _config(runs: Sequence[Run]) -> str:
     if not any(run.config for run in runs):
         return ""
     what = "what differs between the runs" if len(runs) > 1 else "what differs from the defaults"
-    toggle = "<label class='toggle'><input type='checkbox' id='all-keys'> all keys</label>"
+    toggle = "<label><input type='checkbox' id='all-keys'> all keys</label>"
     return _section(
         "config", "Configuration", f"<p class='note'>Shown: {what}. {toggle}</p>{tables.config_table(runs)}"
     )

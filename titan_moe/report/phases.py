@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from statistics import fmean
 
 from titan_moe.report.read import Run, Series
 from titan_moe.report.summary import typical
@@ -128,6 +129,6 @@ def bars(run: Run, most: int = BARS) -> Bars:
             cuts = [bisect_left(part.steps, end + 1) for end in ends]
             for i, (start, end) in enumerate(zip([0, *cuts], cuts)):
                 finite = [value for value in part.values[start:end] if math.isfinite(value)]
-                totals[i] += math.fsum(finite) / len(finite) if finite else 0.0
+                totals[i] += fmean(finite) if finite else 0.0
         seconds[name] = totals
     return Bars(ends, seconds)

@@ -147,8 +147,7 @@ def _heat(canvas: Canvas, run: Run, x: float, y: float) -> None:
             red, green, blue = (round(a + (b - a) * share) for a, b in zip((240, 241, 243), (190, 70, 0)))
             at = left + column * wide, top + row * high
             canvas.box(*at, at[0] + wide, at[1] + high, f"#{red:02x}{green:02x}{blue:02x}")
-    for start, end in cuts(len(grid.rows), min(len(grid.rows), 8)):
+    for start, _ in cuts(len(grid.rows), min(len(grid.rows), 8)):
         canvas.text(left - 6, top + (start + 0.5) * high, grid.rows[start].removeprefix("layers."), 11, PALE, "rm")
-        del end
     canvas.text(left, bottom + 12, f"{run.steps[0]:,}", 12, PALE, "lm")
     canvas.text(right, bottom + 12, f"{grid.ends[-1]:,}", 12, PALE, "rm")

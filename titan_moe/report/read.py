@@ -231,9 +231,10 @@ def _read_metrics(run: Run) -> None:
     except OSError as error:
         run.problems.append(_open_problem("metrics.jsonl", error) + (": no curves" if not run.steps else ""))
         return
-    # The line that is being written at this very moment is nothing to tell of.
-    if broken := broken - (cut and run.alive):
-        last = ", the last of them cut off" if cut else ""
+    if cut and broken and run.alive:  # the line that is being written at this very moment is nothing to tell of
+        broken, cut = broken - 1, False
+    if broken:
+        last = (", the last of them cut off" if broken > 1 else ": it is cut off") if cut else ""
         run.problems.append(f"metrics.jsonl: {broken:,} line{'s' * (broken != 1)} could not be read{last}")
     if not run.steps:
         run.problems.append("metrics.jsonl has no step: no curves")

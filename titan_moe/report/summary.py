@@ -45,7 +45,7 @@ def numbers(run: Run) -> list[Number]:
     add("validation loss", run.last("validation_loss"), "{:.4f}", at(run, "validation_loss"))
     world = run.facts.get("world")
     rate = typical(run.series.get("tps"))
-    all_devices = f"{large(rate * world)} on all {world:,}" if rate and isinstance(world, int) and world > 1 else ""
+    all_devices = f"of {large(rate * world)} on all {world:,}" if rate and isinstance(world, int) and world > 1 else ""
     add("tokens/s, device", rate, "{:,.0f}", all_devices)
     add("MFU", typical(run.series.get("mfu")), "{:.1f} %")
     if run.last("mfu") is None:
@@ -56,10 +56,9 @@ def numbers(run: Run) -> list[Number]:
     add("memory", run.last("memory_gib"), "{:,.2f} GiB", "peak of rank 0")
     worst = worst_layer(run)
     add("heaviest expert", run.last("moe_max/mean"), "{:.2f} ×", f"the mean, {worst[0] if worst else 'worst layer'}")
-    skipped = run.last("skipped_steps")
-    add("skipped steps", skipped, "{:,.0f}")
-    if attempts(run) is not None:
-        found.append(Number("restarts", f"{(attempts(run) or 1) - 1:,}"))
+    add("skipped steps", run.last("skipped_steps"), "{:,.0f}")
+    if started := attempts(run):
+        found.append(Number("restarts", f"{started - 1:,}"))
     return found
 
 
@@ -107,7 +106,7 @@ def warnings(run: Run) -> list[str]:
     if loss and not math.isfinite(loss.values[-1]):
         found.append(f"the loss of the last step, {loss.steps[-1]:,}, is not finite")
     if skipped := run.last("skipped_steps"):
-        found.append(f"{skipped:,.0f} steps were skipped ({skipped / max(run.last_step, 1):.2%})")
+        found.append(f"skipped steps: {skipped:,.0f} ({skipped / max(run.last_step, 1):.2%})")
     if dead := run.last("moe_dead"):
         by_layer = {layer: series.last() or 0 for layer, series in layers_of(run, "moe_dead").items()}
         worst = max(by_layer, key=by_layer.__getitem__, default="")
@@ -120,7 +119,7 @@ def warnings(run: Run) -> list[str]:
     if dropped := run.last("moe_dropped"):
         found.append(f"{dropped:.2%} of the copies are dropped by the capacity factor")
     if replays := run.last("overflow_replays"):
-        found.append(f"{replays:,.0f} steps ran again because a receive buffer was too small")
+        found.append(f"steps and validations that ran again because a receive buffer was too small: {replays:,.0f}")
     waits = typical(run.series.get("data_percent"))
     if waits is not None and waits > WAITS:
         found.append(f"{waits:.1f} % of the time is spent waiting for data")

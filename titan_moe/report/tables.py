@@ -97,7 +97,7 @@ def _range(run: Run, key: str, scale: float) -> str:
 
 def phase_table(run: Run) -> str:
     found = phases.table(run)
-    whole = sum(phase.seconds for phase in phases.inside(run))
+    whole = sum(phase.seconds for phase in found if phase.name not in phases.OUTSIDE)
     rows = []
     for phase in found:
         share = f"{phase.seconds / whole:.1%}" if whole and phase.name not in phases.OUTSIDE else "–"

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from statistics import fmean
 
 from titan_moe.config_keys import printable
 from titan_moe.report import phases
@@ -60,7 +61,7 @@ def sparkline(values: list[float], width: int) -> str:
     means = []
     for start, end in cuts(len(values), max(width, 1)):
         finite = [value for value in values[start:end] if math.isfinite(value)]
-        means.append(math.fsum(finite) / len(finite) if finite else math.nan)
+        means.append(fmean(finite) if finite else math.nan)
     known = [mean for mean in means if not math.isnan(mean)]
     if not known:
         return ""

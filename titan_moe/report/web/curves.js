@@ -1,7 +1,9 @@
-// The line charts. Each curve is one run's; raw values are pale behind the smoothed ones.
+// What charts over the steps share, and the line charts: each curve is one run's; raw values are pale behind the
+// smoothed ones.
 
 const RAW_BEHIND = 0.28; // opacity
 const HEIGHT = 210;
+const WHOLE_TICKS = [...Array(16).keys()].flatMap((digits) => [1, 2, 5].map((first) => first * 10 ** digits)); // distances
 
 // Exponential moving average without the pull towards its start; over the means of buckets where points were left out.
 function smoothed(curve, weight) {
@@ -28,12 +30,13 @@ function nearest(u, series, at) {
   return at - left <= right - at ? left : right;
 }
 
-function axes() {
+// `whole`: no value lies between two whole numbers, so no tick does.
+function axes(whole) {
   const look = { stroke: color("pale"), font: "11px system-ui, sans-serif", grid: { stroke: color("line"), width: 1 }, ticks: { show: false } };
   const steps = (u, splits) => splits.map((s) => (Number.isInteger(s) ? s.toLocaleString("en-US") : ""));
   return [
     { ...look, grid: { show: false }, values: steps, size: 22, gap: 3, label: "step", labelSize: 14, labelGap: 0, labelFont: look.font },
-    { ...look, size: 54, gap: 4, values: (u, splits) => splits.map((s) => (s === null ? "" : short(s))) },
+    { ...look, size: 54, gap: 4, ...(whole && { incrs: WHOLE_TICKS }), values: (u, splits) => splits.map((s) => (s === null ? "" : short(s))) },
   ];
 }
 
@@ -104,20 +107,55 @@ function marksAt(u, left) {
   ]).slice(0, 3);
 }
 
-class CurveChart {
-  constructor(chart) {
-    this.chart = chart;
+// A place for a chart over the steps, all of which are zoomed and pointed at together; `told` is what it says to those
+// who do not see it. A kind of chart has `draw`, which calls `replot`, and `tell`, which writes the readout.
+class StepChart {
+  constructor(height, told) {
+    this.height = height;
     this.readout = element("div", { className: "readout" });
     this.plot = element("div", { className: "plot" });
-    const title = element("figcaption", {}, element("b", {}, chart.title), element("small", {}, chart.unit), this.readout);
-    this.figure = element("figure", {}, title, this.plot);
+    this.plot.style.height = `${height}px`;
     this.plot.setAttribute("role", "img");
-    this.plot.setAttribute("aria-label", `${chart.title} over steps; its last values are in the table below`);
+    this.plot.setAttribute("aria-label", told);
     new ResizeObserver(() => this.u && this.plot.clientWidth !== this.u.width && this.u.setSize(this.size())).observe(this.plot);
   }
 
   size() {
-    return { width: this.plot.clientWidth, height: HEIGHT };
+    return { width: this.plot.clientWidth, height: this.height };
+  }
+
+  replot({ y, series, data, cursor, hooks, whole }) {
+    this.u?.destroy();
+    this.u = new uPlot({
+      ...this.size(),
+      padding: [8, 28, 0, 0],
+      legend: { show: false },
+      scales: { x: { time: false, range: () => range() }, y },
+      axes: axes(whole),
+      series: [{}, ...series],
+      cursor: {
+        sync: { key: "steps" },
+        y: false,
+        drag: { x: true, y: false, setScale: false },
+        bind: { dblclick: () => () => (look(null), null) },
+        ...cursor,
+      },
+      hooks: { setCursor: [() => this.tell()], setSelect: [(u) => select(u)], ...hooks },
+    }, data, this.plot);
+    this.tell();
+  }
+
+  follow() {
+    this.u.setScale("x", { min: range()[0], max: range()[1] });
+  }
+}
+
+class CurveChart extends StepChart {
+  constructor(chart) {
+    super(HEIGHT, `${chart.title} over steps; its last values are in the table below`);
+    this.chart = chart;
+    const title = element("figcaption", {}, element("b", {}, chart.title), element("small", {}, chart.unit), this.readout);
+    this.figure = element("figure", {}, title, this.plot);
   }
 
   curves() {
@@ -159,31 +197,16 @@ class CurveChart {
   draw() {
     const [layers, data] = this.layers();
     const log = this.chart.log && CHOICE.log && data.slice(1).some((column) => column.some((value) => value > 0));
-    this.u?.destroy();
     this.strokes = new Map();
     this.shown = layers;
-    this.u = new uPlot({
-      ...this.size(),
-      padding: [8, 28, 0, 0],
-      legend: { show: false },
-      scales: { x: { time: false, range: () => range() }, y: log ? { distr: 3, range: (u, min, max) => [min / 1.1, max * 1.1] } : { range: linear } },
-      axes: axes(),
-      series: [{}, ...layers.map((layer) => this.series(layer))],
-      cursor: {
-        sync: { key: "steps" },
-        y: false,
-        dataIdx: nearest,
-        drag: { x: true, y: false, setScale: false },
-        points: { size: 6 },
-        bind: { dblclick: () => () => (look(null), null) },
-      },
-      hooks: {
-        draw: [(u) => drawMarks(u, this.chart.group === "training")],
-        setCursor: [() => this.tell()],
-        setSelect: [(u) => select(u)],
-      },
-    }, data, this.plot);
-    this.tell();
+    this.replot({
+      y: log ? { distr: 3, range: (u, min, max) => [min / 1.1, max * 1.1] } : { range: linear },
+      whole: !log && this.curves().every((curve) => curve.y.every((value) => value === null || Number.isInteger(value))),
+      series: layers.map((layer) => this.series(layer)),
+      data,
+      cursor: { dataIdx: nearest, points: { size: 6 } },
+      hooks: { draw: [(u) => drawMarks(u, this.chart.group === "training")] },
+    });
   }
 
   // After the slider has moved: the same curves, other values.
@@ -191,10 +214,6 @@ class CurveChart {
     if (this.shown.length !== this.layers()[0].length) return this.draw();
     this.u.setData(this.layers()[1], false);
     this.follow();
-  }
-
-  follow() {
-    this.u.setScale("x", { min: range()[0], max: range()[1] });
   }
 
   // Values under the cursor, or else the newest.

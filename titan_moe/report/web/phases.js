@@ -18,25 +18,16 @@ function phaseColor(name) {
   return Object.hasOwn(PHASE_COLORS, name) ? PHASE_COLORS[name] : SPARE[sum % SPARE.length];
 }
 
-class PhaseChart {
+class PhaseChart extends StepChart {
   constructor(place) {
-    this.readout = element("div", { className: "readout" });
-    this.plot = element("div", { className: "plot" });
-    this.plot.style.height = "240px";
+    super(240, "Seconds of each phase over the steps; the table below has the numbers");
     const runs = DATA.runs.map((run, i) => i).filter((i) => DATA.runs[i].phases.ends.length);
     this.run = runs.includes(CHOICE.run) ? CHOICE.run : runs[0];
     const head = element("figcaption", {}, element("b", {}, "Phases of a step"), element("small", {}, "s per step, mean of the ranks"));
     if (runs.length > 1) head.append(picker(runs.map((i) => [i, DATA.runs[i].name]), this.run, (i) => ((this.run = +i), this.draw())));
     head.append(this.readout);
     place.append(element("figure", {}, head, this.plot));
-    this.plot.setAttribute("role", "img");
-    this.plot.setAttribute("aria-label", "Seconds of each phase over the steps; the table below has the numbers");
-    new ResizeObserver(() => this.u && this.plot.clientWidth !== this.u.width && this.u.setSize(this.size())).observe(this.plot);
     this.draw();
-  }
-
-  size() {
-    return { width: this.plot.clientWidth, height: 240 };
   }
 
   draw() {
@@ -45,30 +36,17 @@ class PhaseChart {
     seconds.forEach((values, i) => sums.push(values.map((value, at) => value + (i ? sums[i - 1][at] : 0))));
     // The tallest first: what comes after covers its lower part.
     const order = names.map((_, i) => i).reverse();
-    this.u?.destroy();
     this.names = names;
     this.seconds = seconds;
-    this.u = new uPlot({
-      ...this.size(),
-      padding: [8, 28, 0, 0],
-      legend: { show: false },
-      scales: { x: { time: false, range: () => range() }, y: { range: (u, min, max) => [0, (max || 1) * 1.04] } },
-      axes: axes(),
-      series: [{}, ...order.map((i) => ({
+    this.replot({
+      y: { range: (u, min, max) => [0, (max || 1) * 1.04] },
+      series: order.map((i) => ({
         fill: phaseColor(names[i]), stroke: phaseColor(names[i]), width: 0, points: { show: false },
         paths: uPlot.paths.bars({ size: [0.86, 40], align: 0 }),
-      }))],
-      cursor: {
-        sync: { key: "steps" }, y: false, points: { show: false }, drag: { x: true, y: false, setScale: false },
-        bind: { dblclick: () => () => (look(null), null) },
-      },
-      hooks: { setCursor: [() => this.tell()], setSelect: [(u) => select(u)] },
-    }, [ends, ...order.map((i) => sums[i])], this.plot);
-    this.tell();
-  }
-
-  follow() {
-    this.u.setScale("x", { min: range()[0], max: range()[1] });
+      })),
+      data: [ends, ...order.map((i) => sums[i])],
+      cursor: { points: { show: false } },
+    });
   }
 
   tell() {
