@@ -113,6 +113,7 @@ def cost(argv: list[str], folder: Path, steps: int) -> dict[str, float]:
             step(name)
     gc.collect()
     gc.disable()
+    phases.take()  # what the warm-up took
     for _ in range(steps):
         pairs.append({name: step(name) for name in order.sample(list(runs), 2)})
     gc.enable()
