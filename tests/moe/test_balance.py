@@ -9,6 +9,7 @@ from torch import nn
 
 from titan_moe.moe import balance
 from titan_moe.moe.balance import LoadBalancer
+from titan_moe.moe.layout import expert_counts
 
 
 class Layer(nn.Module):
@@ -122,7 +123,7 @@ def test_balanced_random_routing(tokens, K, E, groups, kept):
     assert ids.shape == (tokens, K)
     assert all(len(set(row)) == K and set(row) <= set(range(E)) for row in ids.tolist())
     assert all(len({e // (E // groups) for e in row}) <= kept for row in ids.tolist())
-    load = balance.expert_counts(ids, E)
+    load = expert_counts(ids.flatten(), E)
     assert load.max() - load.min() <= 2
     assert tokens < 64 or not torch.equal(ids, balance.balanced_random_ids(tokens, K, E, groups, kept, device="cpu"))
 
@@ -138,7 +139,7 @@ def violation(rate: float, steps: int, tail: int) -> float:
     for step in range(steps):
         scores = torch.sigmoid(torch.randn(T, E, generator=generator) * 0.5 + skew_E)
         ids = (scores + layer.expert_bias_E).topk(K, dim=-1, sorted=False).indices
-        layer.tokens_per_expert_E += balance.expert_counts(ids, E)
+        layer.tokens_per_expert_E += expert_counts(ids.flatten(), E)
         balancer.step()
         if step >= steps - tail:
             found.append(balancer.health.statistics(0.0)["moe_max/mean"] - 1)
@@ -148,7 +149,7 @@ def violation(rate: float, steps: int, tail: int) -> float:
 def test_the_bias_balances_a_skewed_router():
     """1e-3 comes down to what sampling T tokens leaves, 1e-2 keeps swinging above it."""
     E, K, T = 64, 8, 2048
-    loads = [balance.expert_counts(torch.rand(T, E).topk(K, dim=-1).indices, E) for _ in range(20)]
+    loads = [expert_counts(torch.rand(T, E).topk(K, dim=-1).indices.flatten(), E) for _ in range(20)]
     floor = float(np.mean([load.max() / (T * K / E) - 1 for load in loads]))
     unbalanced, slow, fast = violation(0.0, 20, 20), violation(1e-3, 250, 50), violation(1e-2, 250, 50)
     assert slow < 1.5 * floor < fast < unbalanced, (floor, slow, fast, unbalanced)

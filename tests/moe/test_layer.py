@@ -19,8 +19,9 @@ from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from titan_moe import config_file
 from titan_moe.model import _draw, build_model, init_weights
 from titan_moe.moe import names
-from titan_moe.moe.balance import LoadBalancer, expert_counts
+from titan_moe.moe.balance import LoadBalancer
 from titan_moe.moe.layer import FusedMoE, fuse, moe_layers
+from titan_moe.moe.layout import expert_counts
 from titan_moe.moe.region import FusedRoutedExperts
 from titan_moe.optimizer import Optimizers
 from titan_moe.recompute import kept_ops
@@ -69,7 +70,7 @@ def test_routed_experts_equal_torchtitans(experts, weighting):
         generator = torch.Generator().manual_seed(1)
         scores, ids = torch.rand(B, L, E, generator=generator).topk(K, dim=-1)
         scores = scores.clone().requires_grad_()
-        y = layer(x, scores, ids, expert_counts(ids, E))
+        y = layer(x, scores, ids, expert_counts(ids.flatten(), E))
         y.backward(torch.randn(B, L, D, generator=generator).bfloat16())
         gradients = names.to_stock_names({name: p.grad for name, p in layer.named_parameters()})
         found.append({"y": y, "x": x.grad, "scores": scores.grad, **gradients})
@@ -104,10 +105,10 @@ def test_counts_are_whole_and_taken_once():
     contexts = partial(create_selective_checkpoint_contexts, list(kept_ops(redispatch=False)))
     checkpoint(layer, tokens(seed=1), use_reentrant=False, context_fn=contexts).sum().backward()
     assert len(ids) == 2, "recomputed once"
-    expected = expert_counts(ids.pop(0), E)
+    expected = expert_counts(ids.pop(0).flatten(), E)
     ids.clear()
     layer(tokens(seed=2))
-    expected += expert_counts(ids[0], E)
+    expected += expert_counts(ids[0].flatten(), E)
     assert torch.equal(layer.tokens_per_expert_E, expected)
     layer.eval()
     layer(tokens(seed=3))

@@ -27,9 +27,9 @@ from tests import te_doubles
 from tests.moe.test_experts import assert_close, oracle, problem, run
 from tests.sync_free import sync_free
 from titan_moe.moe import te, te_fused, te_mxfp8
-from titan_moe.moe.balance import expert_counts
 from titan_moe.moe.choices import choose_experts, experts_sync_problem
 from titan_moe.moe.experts import Source
+from titan_moe.moe.layout import expert_counts
 from titan_moe.moe.quantized_experts import EXPERTS
 from titan_moe.moe.region import FusedExperts, FusedRoutedExperts
 from titan_moe.precision.recipes import RECIPES
@@ -182,7 +182,7 @@ def test_in_the_layer_slabs_are_aligned_and_every_expert_weight_gets_a_gradient(
     for backend in ("grouped_mm", "te_fused"):
         module, x = routed(backend), tokens.bfloat16().requires_grad_()
         leaf = scores.clone().requires_grad_()
-        y = module(x, leaf, ids, expert_counts(ids, 4))
+        y = module(x, leaf, ids, expert_counts(ids.flatten(), 4))
         y.backward(weight.bfloat16())
         found[backend] = {"y": y, "x": x.grad, "scores": leaf.grad, **{k: p.grad for k, p in module.named_parameters()}}
     assert module.dispatcher.alignment == te_mxfp8.ALIGNMENT == 256

@@ -39,12 +39,6 @@ if TYPE_CHECKING:
     from titan_moe.moe.layer import FusedMoE
 
 
-def expert_counts(ids: Tensor, num_experts: int) -> Tensor:
-    """How often each expert occurs in int64 `ids`: int64 [E]."""
-    ids = ids.detach().flatten()
-    return ids.new_zeros(num_experts).scatter_add_(0, ids, torch.ones_like(ids))
-
-
 class SequenceRanks(NamedTuple):
     """How the ranks share a sequence: `groups`, one after the other, span those that hold different tokens of it;
     `copies` ranks each hold the same ones."""

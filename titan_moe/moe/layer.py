@@ -33,6 +33,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import GroupedExperts, MoE
 
 from titan_moe.moe import balance, health
+from titan_moe.moe.layout import expert_counts
 from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 from titan_moe.moe.region import FusedExperts, FusedRoutedExperts, UnderWay
 from titan_moe.moe.router import Router, RouterGate, collect, recomputing
@@ -93,7 +94,7 @@ class FusedMoE(MoE):
         """The router's weights [B, L, K], with the auxiliary loss in their gradient, and ids [B, L, K]; and the load
         [E], which is noted."""
         scores_BLK, ids_BLK, all_scores_BLE = self.router(x_BLD, self.expert_bias_E)
-        counts_E = balance.expert_counts(ids_BLK, all_scores_BLE.shape[-1])
+        counts_E = expert_counts(ids_BLK.flatten(), all_scores_BLE.shape[-1])
         if self.training:
             if not recomputing():
                 self.tokens_per_expert_E.add_(counts_E)
