@@ -26,12 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.distributed import overlap_ranks
 from tests.faults.checkpoint_run import Job
 
-MODES = ("none", "shared_expert", "half_batch")
 WIDTHS = {"forward": ("dispatch", "combine"), "backward": ("dispatch backward", "combine backward")}
-LAYER = [
-    *("--model.dim=128", "--model.n_layers=2", "--model.moe_hidden_dim=128", "--model.num_shared_experts=2"),
-    *("--training.seq_len=128", "--training.local_batch_size=8"),
-]
 
 
 def main() -> None:
@@ -42,11 +37,11 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", type=Path)
     args, more = parser.parse_known_args()
-    base = [*overlap_ranks.SMALL, *LAYER, f"--parallelism.expert_parallel_degree={args.ranks}", *more]
+    base = [*overlap_ranks.SMALL, *overlap_ranks.LAYER, f"--parallelism.expert_parallel_degree={args.ranks}", *more]
     rows, traced = [], []
     print(f"{'delay':>6} {'overlap':<14} {'step':>7} | {'in flight':>9} {'exposed':>8} {'hidden':>7} | backward |")
     for delay in args.delays:
-        for mode in MODES:
+        for mode in overlap_ranks.MODES:
             argv = [*base, f"--moe.overlap={mode}", f"--debug.comm_delay_ns_per_byte={delay}"]
             with tempfile.TemporaryDirectory() as folder:
                 job = Job(Path(folder) / "store", overlap_ranks.measure, argv, args.steps, world_size=args.ranks)

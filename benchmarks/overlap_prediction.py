@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.distributed.overlap_measured import MODES, measure  # noqa: E402
+from tests.distributed.overlap_measured import measure  # noqa: E402
+from tests.distributed.overlap_ranks import MODES  # noqa: E402
 from tests.faults.checkpoint_run import Job  # noqa: E402
 
 

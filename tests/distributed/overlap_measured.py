@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from tests.distributed.overlap_ranks import SMALL, Found, Trainee
+from tests.distributed.overlap_ranks import MODES, SMALL, Found, Trainee
 from titan_moe import in_flight
 from titan_moe.clock import seconds
 from titan_moe.in_flight import InFlight, Transfer
@@ -23,7 +23,6 @@ from titan_moe.plan.hardware import resolve
 from titan_moe.plan.job import Job
 from titan_moe.plan.measured import Link, exposed_seconds, received_bytes
 
-MODES = ("none", "shared_expert", "half_batch")
 LAYERS = 4
 B, L = 8, 128
 MODEL = [

@@ -40,6 +40,13 @@ SMALL = [
     *BATCH,
     *("--moe.sequence_loss_coeff=1e-2", "--moe.z_loss_coeff=1e-3"),
 ]
+LAYER = [
+    *("--model.dim=128", "--model.n_layers=2", "--model.moe_hidden_dim=128", "--model.num_shared_experts=2"),
+    *("--training.seq_len=128", "--training.local_batch_size=8"),
+]
+"""Of SMALL, a model whose MoE layer has so much to compute that times can be told apart"""
+MODES = ("none", "shared_expert", "half_batch")
+"""Of moe.overlap"""
 
 
 @dataclass
@@ -257,10 +264,7 @@ def measure(tell: Callable, argv: list[str], steps: int) -> None:
         told.append(
             {
                 "seconds": found.seconds,
-                "totals": {
-                    name: {"in_flight": t.in_flight, "exposed": t.exposed, "hidden": t.hidden}
-                    for name, t in totals.items()
-                },
+                "totals": {name: {"in_flight": t.in_flight, "exposed": t.exposed} for name, t in totals.items()},
                 "intervals": found.intervals,
                 "under shared": covered(found.intervals, ("shared expert", "shared expert backward"), TRANSFERS),
             }

@@ -82,16 +82,10 @@ def test_same_gradients_on_four_ranks(tmp_path, name):
     compare(tmp_path, 4, *FOUR[name])
 
 
-LAYER = [
-    *("--model.dim=128", "--model.n_layers=2", "--model.moe_hidden_dim=128", "--model.num_shared_experts=2"),
-    *("--training.seq_len=128", "--training.local_batch_size=8"),
-]
-
-
 def measured(tmp_path, world_size: int, mode: str, delay: float) -> list[dict]:
     """What rank 0 tells of five steps. A busy machine can only hide less, so tests look at the best of them."""
-    argv = [*overlap_ranks.SMALL, *LAYER, f"--parallelism.expert_parallel_degree={world_size}", f"--moe.overlap={mode}"]
-    argv += [f"--debug.comm_delay_ns_per_byte={delay}"]
+    argv = [*overlap_ranks.SMALL, *overlap_ranks.LAYER, f"--parallelism.expert_parallel_degree={world_size}"]
+    argv += [f"--moe.overlap={mode}", f"--debug.comm_delay_ns_per_byte={delay}"]
     job = Job(tmp_path / f"store-{mode}", overlap_ranks.measure, argv, 5, world_size=world_size)
     answer = job.hear()[0]
     job.end()

@@ -5,7 +5,8 @@ import statistics
 
 import pytest
 
-from tests.distributed.overlap_measured import MODES, measure
+from tests.distributed.overlap_measured import measure
+from tests.distributed.overlap_ranks import MODES
 from tests.faults.checkpoint_run import Job
 
 
