@@ -142,6 +142,23 @@ def count_backward(node: Any, recorder: Recorder) -> None:
     node.backward = staticmethod(counting)
 
 
+def count_unseen_collectives(recorder: Recorder) -> None:
+    """Count those that CountCollectives does not see as what they are."""
+    exchange, reduce = dist.all_to_all_single, GlooReduce.__call__
+
+    def counting_exchange(*args, **kwargs):  # inside ops of our own, where a dispatch mode does not look
+        if recorder.gradients is None:
+            recorder.collectives["alltoall"] += 1
+        return exchange(*args, **kwargs)
+
+    def counting_reduce(self, *args, **kwargs):  # which gloo does as an all-reduce
+        if recorder.gradients is None:
+            recorder.collectives["reduce_scatter"] += 1
+        return reduce(self, *args, **kwargs)
+
+    dist.all_to_all_single, GlooReduce.__call__ = counting_exchange, counting_reduce
+
+
 def hide_labels_and_compute_directly(train: ModuleType, run: Any) -> list[tuple[int, float, int]]:
     """Leaves data rank 1 three labels of each sequence; returns what each call of the loss should have come to:
     (step, 0 in validation; cross-entropy in float64, summed; labels), filled as the run goes on."""
@@ -218,7 +235,6 @@ def run_case(
     build, train_step = train.build, train.train_step
     forward_backward, held_out_loss = train.forward_backward, validation.held_out_loss
     clip, route = train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward
-    exchange, reduce = dist.all_to_all_single, GlooReduce.__call__
 
     def recording_build(config):
         recorder.run = build(config)
@@ -259,16 +275,6 @@ def run_case(
         recorder.validations += 1
         return held_out_loss(*args)
 
-    def counting_exchange(*args, **kwargs):  # inside ops of our own, where the dispatch mode does not look
-        if recorder.gradients is None:
-            recorder.collectives["alltoall"] += 1
-        return exchange(*args, **kwargs)
-
-    def counting_reduce(self, *args, **kwargs):  # which gloo does as an all-reduce
-        if recorder.gradients is None:
-            recorder.collectives["reduce_scatter"] += 1
-        return reduce(self, *args, **kwargs)
-
     def forgetting(self):  # a pipeline has run its stages on nothing, to learn shapes
         if recorder.gradients is None:
             for ids in recorder.topk_ids.values():
@@ -281,10 +287,10 @@ def run_case(
     forget, FusedMoE.forget = FusedMoE.forget, forgetting
     for node in (experts._Dgrad, experts._Wgrad):
         count_backward(node, recorder)
+    count_unseen_collectives(recorder)
     # No need to put anything back: the case has this process to itself.
-    GlooReduce.__call__ = counting_reduce
     train.forward_backward, validation.held_out_loss = counting_forward_backward, counting_held_out_loss
-    train.build, train.train_step, dist.all_to_all_single = recording_build, counting_step, counting_exchange
+    train.build, train.train_step = recording_build, counting_step
     train.dist_utils.clip_grad_norm_, TokenChoiceTopKRouter.forward = recording_clip, recording_route
     train.main(argv)
     if stops:
