@@ -60,14 +60,8 @@ class Total:
 
     calls: int = 0
     sent: int = 0
-    received: int = 0
     in_flight: float = 0.0
     exposed: float = 0.0
-
-    @property
-    def hidden(self) -> float:
-        """The share of `in_flight` in which nobody stood still for it; 0 without transfers."""
-        return max(0.0, 1 - self.exposed / self.in_flight) if self.in_flight else 0.0
 
 
 log: list[Transfer] | None = None
@@ -98,7 +92,6 @@ def summary(transfers: Iterable[Transfer]) -> dict[str, Total]:
         total = found.setdefault(transfer.name + " backward" * transfer.backward, Total())
         total.calls += 1
         total.sent += transfer.sent
-        total.received += transfer.received
         total.in_flight += transfer.in_flight
         total.exposed += transfer.exposed
     return found
