@@ -31,8 +31,7 @@ from typing import Any, cast
 import titan_moe.runtime  # noqa: F401
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.pipelining import stage
 from torch.utils.checkpoint import GraphExecGroup, create_selective_checkpoint_contexts
@@ -40,6 +39,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 from titan_moe.config import Config
 from titan_moe.moe.dispatch import PLAN_OPS, RECEIVE_OPS
+from titan_moe.moe.region import kept_as_it_is
 from titan_moe.moe.te_router import CHOICE_OP
 from titan_moe.moe.titan_dispatchers import dispatch_ops
 from titan_moe.pipeline_check import SPLIT_BACKWARD
@@ -77,7 +77,7 @@ class _EveryBlock(ActivationCheckpointing):
             # An MTP block ends with a norm behind its MoE layer: recompute would have to combine again to get at what
             # it keeps. Out of activation checkpointing's sight that stays as it is, the size of the block's input.
             norm = cast("nn.Module", block.mtp_norm)
-            norm.forward = wrapped_in(norm.forward, partial(saved_tensors_hooks, _as_it_is, _as_it_is))
+            norm.forward = wrapped_in(norm.forward, kept_as_it_is)
             wrapped = self._wrap_block(block, base_fqn=f"mtp_layers.{name}")
             model.get_submodule("mtp_layers").register_module(name, wrapped)
 
@@ -154,10 +154,6 @@ def wrapped_in(forward: Callable[..., Any], context: Callable[[], Any]) -> Calla
             return forward(*args, **kwargs)
 
     return forward_in_context
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def lasting(contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:

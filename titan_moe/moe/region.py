@@ -100,13 +100,14 @@ class UnderWay:
         if self.dispatch is not None:
             self.dispatch.advance()
         if self.combine is not None:
-            with _kept_as_it_is():
+            with kept_as_it_is():
                 self.combine.advance()
 
 
-def _kept_as_it_is() -> saved_tensors_hooks:
-    """What combine keeps for backward is a part of the plan. Behind these hooks activation checkpointing does not see
-    it, so the last thing that recompute has to make is in the experts, and it stops before combine."""
+def kept_as_it_is() -> saved_tensors_hooks:
+    """Behind these hooks activation checkpointing does not see what is kept for backward, and recompute need not make
+    it. Combine keeps a part of the plan: the last thing that recompute has to make is in the experts, and it stops
+    before combine."""
     return saved_tensors_hooks(_as_it_is, _as_it_is)
 
 
@@ -211,12 +212,12 @@ class FusedRoutedExperts(RoutedExperts):
         with maybe_set_sparse_mesh():
             y_RD = self.inner_experts(received.x_RD, received.counts_e, received.weight_R, source)
         if returns:
-            with _kept_as_it_is():
+            with kept_as_it_is():
                 under_way.combine = dispatcher.start_combine(y_RD, received.state)
 
     @torch.compiler.disable
     def collect(self, under_way: UnderWay) -> Tensor:
         """What comes back, [B, L, D]."""
         assert under_way.combine is not None
-        with _kept_as_it_is():
+        with kept_as_it_is():
             return under_way.combine.wait().view_as(under_way.x_BLD)
