@@ -8,7 +8,7 @@ from titan_moe import config_file
 from titan_moe.plan import constants, overlap, profiles, schedule
 from titan_moe.plan.hardware import resolve
 from titan_moe.plan.job import Job
-from titan_moe.plan.within_layer import backward_ops, forward_ops
+from titan_moe.plan.within_layer import place
 
 ACROSS_NODES = [
     *("--parallelism.expert_parallel_degree=64", "--moe.dispatcher=dedup", "--training.local_batch_size=2"),
@@ -29,11 +29,8 @@ BLOCKS = {
 SENT = {"dispatch": 2.0, "combine": 2.0, "combine backward": 2.0, "dispatch backward": 2.0}
 
 
-def place(ops, kind):
-    def of(*names):
-        return sum(BLOCKS.get(name, 0.0) for name in names)
-
-    return schedule.run(ops(SimpleNamespace(overlap=kind), of, SENT, "nvlink"))
+def placed(kind):
+    return place(SimpleNamespace(overlap=kind), BLOCKS, SENT, "nvlink")
 
 
 @pytest.mark.parametrize(
@@ -46,13 +43,13 @@ def place(ops, kind):
     ],
 )
 def test_by_hand(kind, forward, backward):
-    assert schedule.makespan(place(forward_ops, kind)) == forward
-    assert schedule.makespan(place(backward_ops, kind)) == backward
+    found = {side: schedule.makespan(ops) for side, ops in placed(kind).items()}
+    assert found == {"forward": forward, "backward": backward}
 
 
 def test_each_half_travels_under_the_other():
     """compute: attention a b, experts a b, shared; a half of a transfer takes 1 s."""
-    when = {p.name: (p.start, p.end) for p in place(forward_ops, "half_batch")}
+    when = {p.name: (p.start, p.end) for p in placed("half_batch")["forward"]}
     assert when["dispatch a"] == (2, 3) and when["attention forward b"] == (2, 4)
     assert when["dispatch b"] == (4, 5) and when["experts forward a"] == (4, 6)
     assert when["combine a"] == (6, 7) and when["experts forward b"] == (6, 8)

@@ -9,9 +9,8 @@ bytes and the schedule, and those are what a comparison with a trace then tests.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titan_moe.plan import schedule, traffic
+from titan_moe.plan import schedule, traffic, within_layer
 from titan_moe.plan.job import Job
-from titan_moe.plan.within_layer import backward_ops, forward_ops
 
 TRANSFERS = ("dispatch", "combine", "combine backward", "dispatch backward")
 WEIGHT_BYTES = 4
@@ -61,12 +60,5 @@ def exposed_seconds(job: Job, blocks: Mapping[str, float], link: Link, received:
         return sum(link.seconds(size) for size in received.values())
     parts = 2 if job.overlap == "half_batch" else 1
     sent = {name: parts * link.seconds(size / parts) for name, size in received.items()}  # the ops take parts of this
-
-    def of(*names: str) -> float:
-        return sum(blocks.get(name, 0.0) for name in names)
-
-    exposed = 0.0
-    for ops in (forward_ops(job, of, sent, "nvlink"), backward_ops(job, of, sent, "nvlink")):
-        placed = schedule.run(ops)
-        exposed += schedule.makespan(placed) - schedule.busy(placed, "compute")
-    return exposed
+    sides = within_layer.place(job, blocks, sent, "nvlink").values()
+    return sum(schedule.makespan(placed) - schedule.busy(placed, "compute") for placed in sides)

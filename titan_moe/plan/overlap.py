@@ -3,9 +3,8 @@
 Without overlap, the four expert-parallel transfers of a layer (dispatch and combine, and their transposes in backward)
 stand between kernels. With it, a layer's forward of one microbatch runs beside a layer's backward of another, in the
 order of Megatron's combined 1F1B, which is also DualPipe's (`pair_ops`); or transfers run beside kernels of the same
-microbatch (within_layer.py). What cannot be hidden is exposed: first what
-the scheduler finds no compute for, and then a share of each transfer (constant `overlap_miss`) in which launches and
-waits keep either lane from running.
+microbatch (within_layer.py). What cannot be hidden is exposed: first what the scheduler finds no compute for, and then
+a share of each transfer (constant `overlap_miss`) in which launches and waits keep either lane from running.
 
 GPU and host run beside each other too, but not perfectly: the host is ahead in one layer and behind in the next. Their
 times join as a p-norm, (gpu^p + host^p)^(1/p), with p the constant `host_norm`. Where the host waits for counts, the
@@ -16,13 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from titan_moe.plan import collectives, kernels, schedule, traffic
+from titan_moe.plan import collectives, kernels, schedule, traffic, within_layer
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
 from titan_moe.plan.layer import Kernel, Kind, layer_kernels
 from titan_moe.plan.profiles import Software
 from titan_moe.plan.schedule import Lane, Op, Placed
-from titan_moe.plan.within_layer import WITHIN, backward_ops, forward_ops
+from titan_moe.plan.within_layer import WITHIN
 
 DUALPIPE_MISS = 0.25
 """Share of `overlap_miss` that DualPipe has: it places transfers by hand (0.05-0.1 exposed against 0.22-0.3)"""
@@ -165,17 +164,9 @@ def _join(gpu: float, host: float, c: Constants) -> float:
 
 
 def place_within(job: Job, listed: list[Kernel], sent: dict[str, float]) -> dict[str, list[Placed]]:
-    """A layer's forward, and its backward, placed on their lanes as if neither lane slowed the other."""
+    """`within_layer.place` of these kernels."""
     blocks = _sum((f"{k.block} {k.phase}", k.seconds) for k in listed)
-    lane: Lane = "network" if traffic.nodes_of_ep(job) > 1 else "nvlink"
-
-    def of(*names: str) -> float:
-        return sum(blocks.get(name, 0.0) for name in names)
-
-    return {
-        "forward": schedule.run(forward_ops(job, of, sent, lane)),
-        "backward": schedule.run(backward_ops(job, of, sent, lane)),
-    }
+    return within_layer.place(job, blocks, sent, "network" if traffic.nodes_of_ep(job) > 1 else "nvlink")
 
 
 def within(job: Job, listed: list[Kernel], sent: dict[str, float], c: Constants) -> dict[str, tuple[float, float]]:

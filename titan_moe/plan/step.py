@@ -234,8 +234,8 @@ def _optimizer(job: Job, c: Constants) -> float:
 
 
 def timeline(job: Job, software: Software, c: Constants) -> list[tuple[str, str, float, float]]:
-    """(lane, name, start, end) of one MoE layer's forward and backward: beside each other if another
-    microbatch hides transfers, else one after the other."""
+    """(lane, name, start, end) of one MoE layer's forward and backward: beside each other if another microbatch hides
+    transfers, else one after the other."""
     listed = layer_kernels(job, "moe", software, c)
     sent = overlap.transfers(job, software, c)
     if job.overlap in WITHIN:

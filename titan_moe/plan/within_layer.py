@@ -8,14 +8,28 @@ Kernels of half a batch take half as long here. On the GPU they take more, becau
 that they are launched twice the planner does count (overlap.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from titan_moe.plan import schedule
 from titan_moe.plan.job import Job
-from titan_moe.plan.schedule import Lane, Op
+from titan_moe.plan.schedule import Lane, Op, Placed
 
 WITHIN = ("shared_expert", "half_batch")
 """Kinds of overlap that need no second microbatch"""
 Seconds = Callable[..., float]
+
+
+def place(job: Job, blocks: Mapping[str, float], sent: dict[str, float], lane: Lane) -> dict[str, list[Placed]]:
+    """A layer's forward, and its backward, placed on their lanes as if neither lane slowed the other. `blocks`: seconds
+    of kernels by block and phase ("attention forward", ...); `sent`: those of transfers by name, on `lane`."""
+
+    def of(*names: str) -> float:
+        return sum(blocks.get(name, 0.0) for name in names)
+
+    return {
+        "forward": schedule.run(forward_ops(job, of, sent, lane)),
+        "backward": schedule.run(backward_ops(job, of, sent, lane)),
+    }
 
 
 def forward_ops(job: Job, of: Seconds, sent: dict[str, float], lane: Lane) -> list[Op]:
