@@ -28,7 +28,7 @@ from torchtitan.models.deepseek_v3 import MTPDecoder
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 
-from titan_moe import checkpoint, config_file, offload, parallel, random_state, run_folder, startup
+from titan_moe import checkpoint, config_file, offload_blocks, parallel, random_state, run_folder, startup
 from titan_moe.checkpoint_manager import VerifiedCheckpoints
 from titan_moe.config import Config
 from titan_moe.corruption import CorruptionCheck
@@ -149,7 +149,7 @@ def build(config: Config) -> Run:
     metrics = Metrics(config, folder, attempt, sum(terms.values()), phases, writes=dist.get_rank() == 0)
     sources = [
         lambda: optimizers.balancer.health.statistics(progress.step / config.training.steps),
-        lambda: offload.statistics(model_parts, metrics.steps),
+        lambda: offload_blocks.statistics(model_parts, metrics.steps),
         partial(dataloader.statistics, parallel_dims.get_optional_mesh("batch"), device),
     ]
     replay = Replay(config.moe.recv_buffer, model_parts, device)

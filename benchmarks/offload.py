@@ -38,6 +38,7 @@ from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.model import build_model, init_weights, model_config
 from titan_moe.offload import Offloader
+from titan_moe.offload_blocks import attach
 from titan_moe.offload_check import offloaded_bytes
 
 ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_out")
@@ -55,7 +56,7 @@ def wrapped(block: nn.Module, names: tuple[str, ...]) -> Offloader:
     """An offloader around one block, which is no stage's first. Its copies are made when they are waited for."""
     model, offloader = nn.Module(), Offloader(names, torch.device("cpu"))
     model.layers, model.mtp_layers, model.tok_embeddings = nn.ModuleDict({"0": block}), None, nn.Identity()
-    offloader.attach(model)
+    attach(offloader, model)
     return offloader
 
 
@@ -111,7 +112,7 @@ def time_table(repetitions: int, tokens: int = 512) -> list[dict]:
                 layer.moe.routed_experts.dispatcher.regather = None  # keep the rows, as ranks do that exchange them
         offloaders[name] = Offloader(tensors, torch.device("cpu"))
         if tensors:
-            offloaders[name].attach(model)
+            attach(offloaders[name], model)
         models[name] = model
     positions_BL = torch.arange(tokens)[None]
     masks = documents(positions_BL)

@@ -22,6 +22,7 @@ from titan_moe.config_check import model_flavor
 from titan_moe.host_copies import PIECE, LateCopies, Pool
 from titan_moe.model import build_model, init_weights
 from titan_moe.offload import Offloader, _Sent, offloaded
+from titan_moe.offload_blocks import attach
 from titan_moe.offload_check import offloaded_bytes
 from titan_moe.recompute import PartsCheckpointing
 from titan_moe.startup import offload_report
@@ -44,7 +45,7 @@ def small_model(names=(), policy=None, *extra: str):
         policy.build(dump_folder="").apply(model)
     offloader = Offloader(names, torch.device("cpu"))
     if names:
-        offloader.attach(model)
+        attach(offloader, model)
     model._skip_lm_head = True
     return model, offloader
 

@@ -5,10 +5,10 @@ between. `[activation_offload] tensors` names some that leave it: each is copied
 use it in forward, and comes back before backward asks for it.
 
 Where a tensor is made, `offloaded("attn_q", q)` marks its memory. Nothing else in the model knows about it. Around a
-block's forward a pack hook sees every tensor that autograd saves, and keeps a handle instead (`_Kept`). If the memory
-is marked, before or after, the handle points to a copy of the memory (`_Sent`), one for all nodes that save it. An
-attention kernel saves its own output, which can only be marked when it has returned: hence the handles. What selective
-recompute saves goes the same way, and so do inputs of calls that are made again (rebuild.py).
+block's forward (offload_blocks.py) a pack hook sees every tensor that autograd saves, and keeps a handle instead
+(`_Kept`). If the memory is marked, before or after, the handle points to a copy of the memory (`_Sent`), one for all
+nodes that save it. An attention kernel saves its own output, which can only be marked when it has returned: hence the
+handles. What selective recompute saves goes the same way, and so do inputs of calls that are made again (rebuild.py).
 
 **Forward.** Copies go on a stream of their own. When the next block is done, the computing stream waits for those of
 the block before, and only then is their memory given back. So two blocks' tensors are on the device at most, whatever
@@ -28,23 +28,24 @@ latest that a stream could be: a wait that is missing shows as wrong numbers.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torchtitan.tools.logging import logger
 
 from titan_moe.clock import Mark, mark, seconds
-from titan_moe.config import Config
 from titan_moe.host_copies import LateCopies, Pool, StreamCopies
 
 WAITS_KEPT = 4096  # pairs of marks; the older half of them is read, which the device passed long ago
+
+
+def leaves(name: str) -> bool:
+    """Whether `offloaded` of that name does anything here."""
+    return _scope is not None and name in _scope.offloader.names
 
 
 def offloaded(name: str, tensor: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def unpack(kept: "Tensor | _Kept") -> Tensor:
 class _Scope:
     """One block's forward."""
 
-    def __init__(self, offloader: "Offloader", block: "_Block") -> None:
+    def __init__(self, offloader: "Offloader", block: "Block") -> None:
         self.offloader, self.block = offloader, block
         # By memory: views count as what they are views of. (rebuild.py tells why weak references make good keys.)
         self.held: dict[StorageWeakRef, list[_Kept]] = {}
@@ -129,7 +130,7 @@ class _Kept:
 class _Sent:
     """One tensor's memory on its way: on the device, on the host, or both."""
 
-    def __init__(self, offloader: "Offloader", block: "_Block", tensor: Tensor) -> None:
+    def __init__(self, offloader: "Offloader", block: "Block", tensor: Tensor) -> None:
         self.offloader, self.block, self.bytes = offloader, block, tensor.untyped_storage().nbytes()
         numbers = tensor.detach().as_strided((self.bytes // tensor.itemsize,), (1,), 0)
         self.flat: Tensor | None = numbers.view(torch.uint8)
@@ -182,22 +183,22 @@ class _Sent:
         self.offloader.pool.give(self.host)
 
 
-class _Forward(NamedTuple):
+class Forward(NamedTuple):
     """One microbatch's forward through one part of the model."""
 
-    blocks: list["_Block"]
-    then: list["_Forward"]  # the next microbatch's through this part, if there has been one
+    blocks: list["Block"]
+    then: list["Forward"]  # the next microbatch's through this part, if there has been one
 
 
-class _Block:
+class Block:
     """What one block's forward of one microbatch sent away. Its handles are the graph's: here they are weak."""
 
-    def __init__(self, forward: _Forward) -> None:
+    def __init__(self, forward: Forward) -> None:
         self.forward, self.index = forward, len(forward.blocks)
         self.sent: list[weakref.ref[_Sent]] = []
         forward.blocks.append(self)
 
-    def before(self) -> "_Block | None":
+    def before(self) -> "Block | None":
         """Where backward goes from here."""
         if self.index:
             return self.forward.blocks[self.index - 1]
@@ -216,40 +217,14 @@ class Offloader:
         self.pool = Pool(pinned=device.type != "cpu")
         self.leaving: list[_Sent] = []  # of the block that was through forward last
         self.coming: set[_Sent] = set()  # on the way back; nobody has waited for it yet
-        self.reached: _Block | None = None  # by backward
+        self.reached: Block | None = None  # by backward
         self.bytes = dict.fromkeys(sorted(self.names), 0)
         self.waited = 0.0
         self.waits: deque[tuple[Mark, Mark]] = deque()
 
-    def attach(self, model: nn.Module) -> None:
-        """Offload activations of the model's blocks, those of multi-token prediction included."""
-        layers = cast("dict[str, nn.Module]", model.layers)
-        mtp = [block for _, block in cast("nn.Module", model.mtp_layers).named_children()] if model.mtp_layers else []
-        last: list[_Forward] = []  # through this model
-        for index, block in enumerate([*layers.values(), *mtp]):
-            # A stage's input is kept by the pipeline, and that of a multi-token prediction block by what is before it.
-            takes = index < len(layers) and (index > 0 or model.tok_embeddings is not None)
-            block.forward = self._around(block.forward, last, first=index == 0, takes_input=takes)
-            _mark_attention(cast("nn.Module", block.attention))
-        model.offloader = self  # type: ignore[assignment]
-
-    def _around(self, forward: Callable, last: list[_Forward], *, first: bool, takes_input: bool) -> Callable:
-        @wraps(forward)
-        def offloading(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(x, *args, **kwargs)
-            if first:
-                new = _Forward([], [])
-                for before in last:
-                    before.then.append(new)
-                last[:] = [new]
-            with self._scope_of(_Block(last[0])):
-                return forward(offloaded("layer_input", x) if takes_input else x, *args, **kwargs)
-
-        return offloading
-
     @contextmanager
-    def _scope_of(self, block: _Block) -> Iterator[None]:
+    def scope_of(self, block: Block) -> Iterator[None]:
+        """Around a block's forward: what is marked inside leaves."""
         global _scope
         assert _scope is None, "blocks are not inside each other"
         _scope = scope = _Scope(self, block)
@@ -261,7 +236,7 @@ class Offloader:
         self.settle()
         self.leaving = list(scope.sent.values())
 
-    def send(self, name: str, tensor: Tensor, block: _Block) -> _Sent:
+    def send(self, name: str, tensor: Tensor, block: Block) -> _Sent:
         sent = _Sent(self, block, tensor)
         block.sent.append(weakref.ref(sent))
         self.bytes[name] += sent.bytes
@@ -273,7 +248,7 @@ class Offloader:
             sent.left()
         self.leaving = []
 
-    def backward_reaches(self, block: _Block) -> None:
+    def backward_reaches(self, block: Block) -> None:
         """Have its tensors on the device, and those that come next on their way; give back all others."""
         if block is self.reached:
             return
@@ -306,55 +281,3 @@ class Offloader:
         found = {**self.bytes, "wait_s": self.waited}
         self.bytes, self.waited = dict.fromkeys(self.bytes, 0), 0.0
         return found
-
-
-def build_offloader(config: Config, device: torch.device) -> Offloader | None:
-    """The one of this process, for all parts of the model; None if there is nothing to offload."""
-    names = config.activation_offload.tensors
-    return Offloader(names, device) if names else None
-
-
-def statistics(parts: Sequence[nn.Module], steps: int) -> dict[str, float]:
-    """What the metrics say of one of the last `steps` optimizer steps: the mean over all ranks, which take part."""
-    offloader = cast("Offloader | None", getattr(parts[0], "offloader", None))
-    if offloader is None:
-        return {}
-    mine = offloader.statistics()
-    sums = torch.tensor([*mine.values()], dtype=torch.float64, device=offloader.device)
-    dist.all_reduce(sums)
-    means = dict(zip(mine, (sums / (steps * dist.get_world_size())).tolist(), strict=True))
-    wait = means.pop("wait_s")
-    if idle := [name for name, sent in means.items() if not sent]:
-        listed = ", ".join(idle)
-        logger.warning(
-            f"activation_offload.tensors: no layer keeps {listed} for backward as it runs here: nothing is moved"
-        )
-    return {"offload/bytes": sum(means.values()), "offload/wait_s": wait}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention
-
-
-def _mark_attention(attention: nn.Module) -> None:
-    """What the kernel takes and gives, whichever kernel and attention it is; and what the last projection takes, which
-    may be another copy of what the kernel gives."""
-    kernel, projection = cast("nn.Module", attention.inner_attention), cast("nn.Module", attention.wo)
-
-    def takes(_module: nn.Module, args: tuple) -> tuple:
-        return tuple(
-            offloaded(name, _own(name, x)) for name, x in zip(("attn_q", "attn_k", "attn_v"), args, strict=True)
-        )
-
-    kernel.register_forward_pre_hook(takes)
-    kernel.register_forward_hook(lambda _module, _args, out: offloaded("attn_out", out))
-    projection.register_forward_pre_hook(lambda _module, args: (offloaded("attn_out", args[0]), *args[1:]))
-
-
-def _own(name: str, tensor: Tensor) -> Tensor:
-    """`tensor` with memory of its own, if it is to leave: latent attention's values are a view of keys and values, all
-    of which would leave, and which would stay all the same if something else kept it."""
-    leaves = _scope is not None and name in _scope.offloader.names
-    if not leaves or tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone() if tensor.is_contiguous() else tensor.contiguous()

@@ -21,7 +21,8 @@ from torchtitan.models.deepseek_v3 import MTPDecoder, parallelize_deepseekv3
 from titan_moe import fsdp_traffic, in_flight
 from titan_moe.config import Config
 from titan_moe.config_check import microbatches_per_step
-from titan_moe.offload import Offloader, build_offloader
+from titan_moe.offload import Offloader
+from titan_moe.offload_blocks import attach, build_offloader
 from titan_moe.pipeline import Pipeline
 from titan_moe.recompute import checkpointing
 
@@ -64,7 +65,7 @@ def parallelize_part(
     if config.parallelism.fsdp_prefetch_layers != 1:
         prefetch(model, config.parallelism.fsdp_prefetch_layers)
     if offloader is not None:
-        offloader.attach(model)
+        attach(offloader, model)
     prepare_for_backend(model)
     ep_mesh = parallel_dims.get_optional_mesh("ep")
     fsdp_traffic.prepare(model, None if ep_mesh is None else ep_mesh.get_group())
