@@ -3,7 +3,7 @@
     python benchmarks/offload.py [--flavors 671B 16B debugmodel] [--tokens 4096] [--repetitions 11] [--json FILE]
 
 Bytes: as in benchmarks/recompute.py, a block's forward in bf16 on a fake GPU with a stand-in for a fused attention
-kernel; host memory is not counted. "moved" is what titan_moe/offload_check.py computes without running anything; it is
+kernel; host memory is not counted. "moves" is what titan_moe/offload_check.py computes without running anything; it is
 what the start-up report prints. Latent attention's values are a view of keys and values together, so that they free
 more than is moved. One expert-parallel rank, which keeps no expert input.
 
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.recompute import Allocations, FusedAttention, checkpointed
+from benchmarks.recompute import Allocations, FusedAttention, checkpointed, show_bytes
 from titan_moe import config_file
 from titan_moe.attention import documents
 from titan_moe.config import Config
@@ -156,12 +156,8 @@ def main() -> None:
     results: dict[str, list[dict]] = {"bytes": [], "time": []}
     for flavor in args.flavors:
         print(f"\n{flavor}, {args.tokens} tokens, bf16; MiB kept on the device per layer, freed, and moved")
-        print(f"{'':14}{'MoE':>10}{'frees':>9}{'moved':>9}{'dense':>11}{'frees':>9}{'moved':>9}")
-        for row in byte_table(flavor, args.tokens):
-            results["bytes"].append(row)
-            numbers = [row[key + what] for key in ("MoE", "dense") for what in ("", " frees", " moves")]
-            texts = [f"{number / 2**20:,.1f}" for number in numbers]
-            print(f"{row['choice']:14}" + "".join(f"{t:>{w}}" for t, w in zip(texts, (10, 9, 9, 11, 9, 9))))
+        results["bytes"] += (rows := byte_table(flavor, args.tokens))
+        show_bytes(rows, "frees", "moves")
     if args.repetitions:
         print("\nfour layers of the debug model, 512 tokens, fp32, forward + backward on this CPU")
         print(f"{'':18}{'time':>9}{'ratio':>8}{'MiB moved':>11}{'MiB on host':>13}{'ms waited':>11}  gradients")

@@ -156,6 +156,19 @@ def byte_table(flavor: str, tokens: int) -> list[dict]:
     return rows
 
 
+def show_bytes(rows: list[dict], *columns: str) -> None:
+    """In MiB, of an MoE and a dense layer: what each row says it keeps, and its number in each column."""
+    kinds, widths = ("MoE", "dense"), (10, 9, 9, 11, 9, 9)
+
+    def show(first: str, texts: list[str]) -> None:
+        print(f"{first:14}" + "".join(f"{text:>{width}}" for text, width in zip(texts, widths)))
+
+    show("", [head for kind in kinds for head in (kind, *columns)])
+    for row in rows:
+        numbers = [row[key] for kind in kinds for key in (kind, *(f"{kind} {column}" for column in columns))]
+        show(row["choice"], ["-" if number is None else f"{number / 2**20:,.1f}" for number in numbers])
+
+
 def time_table(size: str, repetitions: int) -> list[dict]:
     tokens, sizes = SIZES[size]
     blocks = {}
@@ -199,12 +212,8 @@ def main() -> None:
     results: dict[str, list[dict]] = {"bytes": [], "time": []}
     for flavor in args.flavors:
         print(f"\n{flavor}, {args.tokens} tokens, bf16; MiB kept per layer, saved, and saved by shapes")
-        print(f"{'':14}{'MoE':>10}{'saves':>9}{'shapes':>9}{'dense':>11}{'saves':>9}{'shapes':>9}")
-        for row in byte_table(flavor, args.tokens):
-            results["bytes"].append(row)
-            numbers = [row[key + what] for key in ("MoE", "dense") for what in ("", " saves", " shapes")]
-            texts = ["-" if number is None else f"{number / 2**20:,.1f}" for number in numbers]
-            print(f"{row['choice']:14}" + "".join(f"{t:>{w}}" for t, w in zip(texts, (10, 9, 9, 11, 9, 9))))
+        results["bytes"] += (rows := byte_table(flavor, args.tokens))
+        show_bytes(rows, "saves", "shapes")
     for size in args.sizes:
         print(f"\n{size}, {SIZES[size][0]} tokens, fp32, forward + backward of one MoE block on this CPU")
         for row in time_table(size, args.repetitions):
