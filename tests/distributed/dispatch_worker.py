@@ -521,7 +521,7 @@ def keeps_hops_apart(case: Case, group) -> None:
     rank, events = Rank(case, group), []
 
     class Noting(exchange.InFlight):
-        def __init__(self, *args, name="", link="", **kwargs) -> None:
+        def __init__(self, *args, link="", **kwargs) -> None:
             super().__init__(*args, link=link, **kwargs)
             self.link = link
             events.append(("start", link))
