@@ -108,8 +108,12 @@ def check_exact(out: Path, trainings: list[Training]) -> None:
     found = repeated(read_metrics(out / parts[-1].folder))
     last = max(expected)
     assert last == int(parts[-1].name.split("-")[-1]) and expected[last]["loss"] > 0
+    starts = {int(each.name.split("-")[-1]) + 1 for each in parts[:-1]}
     for step, record in expected.items():  # the parts say more: they log, and validate, at the end of each
-        assert found[step].items() >= record.items(), step
+        differs = {key for key in record if found[step].get(key) != record[key]}
+        if step in starts:  # the first step of a process sends more: buffers grow anew, a pipeline learns its shapes
+            differs = {key for key in differs if not key.startswith("comm/")}
+        assert not differs, (step, {key: (record[key], found[step].get(key)) for key in differs})
     attempts = {record["attempt"] for record in read_metrics(out / parts[-1].folder).values()}
     assert attempts == set(range(1, len(parts) + 1))
     samples = consumed(out, [whole.name])
