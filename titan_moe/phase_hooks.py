@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from titan_moe import in_flight
 from titan_moe.fsdp_traffic import GlooReduce, Reductions, param_groups
 from titan_moe.moe.layer import FusedMoE
 from titan_moe.moe.moving import Moving
@@ -145,3 +146,6 @@ def _watch_pipeline(phases: Phases, pipeline: Pipeline) -> None:
         stage.backward_one_chunk = phases.backward()(stage.backward_one_chunk)
         stage.backward_weight_one_chunk = phases.whole("wgrad")(stage.backward_weight_one_chunk)
     pipeline.schedule.step = phases.inside(pipeline.schedule.step, "pipeline")
+    # Before the first step, tokens without content pass through the stages: nothing of theirs counts.
+    learn_shapes = phases.whole("pipeline")(pipeline.schedule._initialize_pp_stages)
+    pipeline.schedule._initialize_pp_stages = in_flight.unnoted()(learn_shapes)
