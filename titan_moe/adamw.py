@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
+from titan_moe.torch_helpers import local
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH_ELEMENTS = 2**24
 """Elements whose moments are widened at once, 128 MiB of them; a larger parameter is widened alone"""
@@ -91,7 +93,7 @@ def _cut(tensor: Tensor) -> tuple[Placement, ...]:
 
 def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What this rank holds of them: the update goes element by element."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [local(tensor) for tensor in tensors]
 
 
 def _batches(sizes: Sequence[int]) -> Iterator[slice]:

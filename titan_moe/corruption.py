@@ -29,7 +29,6 @@ import titan_moe.runtime  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
@@ -39,6 +38,7 @@ from titan_moe.guards import discard
 from titan_moe.inputs import Inputs
 from titan_moe.local_gradients import seen_by
 from titan_moe.moe.layer import moe_layers
+from titan_moe.torch_helpers import local
 
 FORWARD, LOSS, BACKWARD = range(3)
 AFTER_ALL_LAYERS = 10**9
@@ -74,8 +74,7 @@ Digests = dict[Place, Tensor]  # int64 scalars on the device
 
 def digest(x: Tensor) -> Tensor:
     """int64 scalar, of any tensor's bits."""
-    x = x.detach()
-    x = x.to_local() if isinstance(x, DTensor) else x
+    x = local(x.detach())
     bits = x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     sums = bits.reshape(-1, bits.shape[-1] if bits.ndim else 1).sum(-1, dtype=torch.int64)
     return (sums * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum()

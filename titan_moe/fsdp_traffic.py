@@ -51,6 +51,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from titan_moe import in_flight
 from titan_moe.clock import mark
 from titan_moe.in_flight import InFlight, Transfer
+from titan_moe.torch_helpers import in_backward
 
 LINK = "fsdp"
 """All of FSDP's groups share one link"""
@@ -83,10 +84,6 @@ def group_names(group: FSDPParamGroup) -> set[str]:
     kinds = ("shard", "reduce_scatter", "replicate")
     found = [getattr(group.mesh_info, f"{kind}_process_group", None) for kind in kinds]
     return {process_group.group_name for process_group in found if process_group is not None}
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

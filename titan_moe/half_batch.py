@@ -38,7 +38,7 @@ from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
 from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 
 from titan_moe.attention import Documents
-from titan_moe.moe.router import recomputing
+from titan_moe.torch_helpers import in_backward
 
 
 class HalfBatchBlock(DeepSeekV3TransformerBlock):
@@ -101,7 +101,7 @@ def by_halves(block: Any, x_BLD: Tensor, masks: Any, positions_BL: Tensor | None
     # Recompute has made all that it needs when the shared experts are through, and stops. What the experts return it
     # does not need, so it must not send that: nobody would wait for it.
     for this, other in (rows, rows[::-1]):
-        region.compute(this, returns=not recomputing())
+        region.compute(this, returns=not in_backward())
         other.advance()
     shared = []
     if shared_expert is not None:

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.utils.weak import WeakIdKeyDictionary
 
+from titan_moe.torch_helpers import in_backward
+
 PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimizer", "buffers"
 GATHERED, UNREDUCED = "gathered parameters", "unreduced gradients"
 ACTIVATIONS, WORKING, PIPELINE = "activations", "working set", "pipeline's buffers"
@@ -146,7 +148,3 @@ class Ledger:
                 if line.gone is not None:
                     changes[line.gone] -= line.size
         return list(accumulate(changes))
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

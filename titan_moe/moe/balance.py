@@ -33,7 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torchtitan.distributed import ParallelDims
 
-from titan_moe.moe.health import Health, local
+from titan_moe.moe.health import Health
+from titan_moe.torch_helpers import local
 
 if TYPE_CHECKING:
     from titan_moe.moe.layer import FusedMoE

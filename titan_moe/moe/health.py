@@ -37,7 +37,8 @@ import titan_moe.runtime  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from titan_moe.torch_helpers import local
 
 if TYPE_CHECKING:
     from titan_moe.moe.layer import FusedMoE
@@ -183,8 +184,3 @@ def together(layers: list[dict[str, Any]]) -> dict[str, Any]:
         if values := [numbers[key] for numbers in layers if key in numbers]:
             found[key] = summary(values)
     return found
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -36,8 +36,9 @@ from titan_moe.moe import balance, health
 from titan_moe.moe.layout import expert_counts
 from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 from titan_moe.moe.region import FusedExperts, FusedRoutedExperts, UnderWay
-from titan_moe.moe.router import Router, RouterGate, collect, recomputing
+from titan_moe.moe.router import Router, RouterGate, collect
 from titan_moe.moe.te_router import TERouter
+from titan_moe.torch_helpers import in_backward, local
 
 
 class FusedMoE(MoE):
@@ -96,7 +97,7 @@ class FusedMoE(MoE):
         scores_BLK, ids_BLK, all_scores_BLE = self.router(x_BLD, self.expert_bias_E)
         counts_E = expert_counts(ids_BLK.flatten(), all_scores_BLE.shape[-1])
         if self.training:
-            if not recomputing():
+            if not in_backward():
                 self.tokens_per_expert_E.add_(counts_E)
                 self.decisions_2 = collect(self.decisions_2, health.decisions(all_scores_BLE))
             if self.sequence_loss_coeff:
@@ -114,7 +115,7 @@ class FusedMoE(MoE):
 
     def forget(self) -> Tensor:
         """Forget what was collected since the last step. Returns this rank's auxiliary losses of it."""
-        health.local(self.tokens_per_expert_E).zero_()
+        local(self.tokens_per_expert_E).zero_()
         self.decisions_2 = self.routed_experts.dropped = self.routed_experts.overflow = None
         return self.take_losses()
 

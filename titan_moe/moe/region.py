@@ -17,7 +17,6 @@ import titan_moe.runtime  # noqa: F401
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
@@ -27,9 +26,9 @@ from titan_moe.moe.dispatch import Dispatcher, Plan, Received, make_dispatcher
 from titan_moe.moe.experts import EXPERTS, Source
 from titan_moe.moe.moving import Moving
 from titan_moe.moe.names import FUSED, GATE, UP, merge_w13, split_w13
-from titan_moe.moe.router import recomputing
 from titan_moe.offload import offloaded
 from titan_moe.precision.recipes import RECIPES
+from titan_moe.torch_helpers import in_backward, local
 
 
 class FusedExperts(GroupedExperts):
@@ -55,9 +54,7 @@ class FusedExperts(GroupedExperts):
     def forward(  # type: ignore[override]  # our contract: weights inside, padded counts
         self, x_RD: Tensor, counts_E: Tensor, weight_R: Tensor, source: Source | None = None
     ) -> Tensor:
-        w13_EF2D, w2_EDF = (
-            (w.to_local() if isinstance(w, DTensor) else w).to(x_RD.dtype) for w in (self.w13_EF2D, self.w2_EDF)
-        )
+        w13_EF2D, w2_EDF = (local(w).to(x_RD.dtype) for w in (self.w13_EF2D, self.w2_EDF))
         if source is None:
             x_RD = offloaded("moe_expert_input", x_RD)
         wanted = x_RD.device.type, x_RD.dtype, w2_EDF.shape
@@ -193,7 +190,7 @@ class FusedRoutedExperts(RoutedExperts):
         x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
         ids_TK, scores_TK = topk_expert_ids_BLK.flatten(0, 1), topk_scores_BLK.flatten(0, 1)
         plan = dispatcher.plan(ids_TK, scores_TK)
-        if self.training and not recomputing() and dispatcher.capacity_factor is not None:
+        if self.training and not in_backward() and dispatcher.capacity_factor is not None:
             self.dropped = plan.dropped if self.dropped is None else self.dropped + plan.dropped
         return UnderWay(x_BLD, plan, dispatcher.start_dispatch(x_TD, scores_TK, plan))
 
@@ -203,7 +200,7 @@ class FusedRoutedExperts(RoutedExperts):
         dispatcher, plan, x_BLD = self.dispatcher, under_way.plan, under_way.x_BLD
         assert dispatcher is not None and under_way.dispatch is not None
         received, under_way.dispatch = under_way.dispatch.wait(), None  # or what was received would stay
-        if plan.overflow is not None and not recomputing():  # HybridEP tells only now
+        if plan.overflow is not None and not in_backward():  # HybridEP tells only now
             self.overflow = plan.overflow if self.overflow is None else self.overflow | plan.overflow
         # On one rank rows are copies of tokens that the layer before keeps anyway, and copying again costs little.
         gather = getattr(dispatcher, "regather", None)

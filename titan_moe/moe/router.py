@@ -13,6 +13,7 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from titan_moe.moe import balance
 from titan_moe.rebuild import rebuilt
+from titan_moe.torch_helpers import in_backward
 
 
 class RouterGate(Linear):
@@ -68,13 +69,8 @@ class Router(TokenChoiceTopKRouter):
         return ids_BLK, scores_BLE.gather(-1, ids_BLK)
 
 
-def recomputing() -> bool:
-    """Whether this forward runs inside a backward, that is, repeats an earlier one for activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def collect(total: Tensor | None, loss: Tensor) -> Tensor | None:
     """`total` plus a training forward's `loss`, counted once under recompute."""
-    if recomputing():
+    if in_backward():
         return total
     return loss.detach() if total is None else total + loss.detach()

@@ -14,7 +14,6 @@ import titan_moe.runtime  # noqa: F401
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchtitan.config.override import derive
 from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.linear import Linear
@@ -24,6 +23,7 @@ from titan_moe.precision.gemm import DenseGemm, QuantizedGemm
 from titan_moe.precision.layers import Chosen
 from titan_moe.precision.recipes import RECIPES, Recipe
 from titan_moe.precision.te_linear import TEGemm
+from titan_moe.torch_helpers import local
 
 
 class QuantizedLinear(Linear):
@@ -41,8 +41,7 @@ class QuantizedLinear(Linear):
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        out_TO = linear(self.gemm, input.flatten(0, -2), weight.to(input.dtype))
+        out_TO = linear(self.gemm, input.flatten(0, -2), local(self.weight).to(input.dtype))
         return out_TO.unflatten(0, input.shape[:-1])
 
 
