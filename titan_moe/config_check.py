@@ -105,7 +105,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
 NEEDS_GPU: dict[str, tuple[str, tuple[str, ...]]] = {
     "checkpoint.async_mode": ("async", ("async_with_pinned_mem",)),
     "cuda_graph.scope": ("none", ("full",)),
-    "moe.dispatcher": ("auto", ("te_ep", "deepep", "hybridep")),
+    "moe.dispatcher": ("auto", titan_dispatchers_check.IN_ONE_CALL),
     "moe.experts": ("auto", ("te", "te_fused")),
     "moe.router": ("torch", ("te",)),
     "moe.te_ep_payload": ("bf16", ("mxfp8",)),

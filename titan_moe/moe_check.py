@@ -14,7 +14,7 @@ def check(config: Config) -> list[str]:
             f'moe.dispatcher = "local": keeps every token on its rank, but parallelism.expert_parallel_degree = {ep} '
             'spreads the experts over as many; choose "auto", "alltoall" or "dedup", or expert_parallel_degree = 1'
         )
-    if moe.dispatcher in ("alltoall", "dedup", "te_ep", "deepep", "hybridep") and ep == 1:
+    if moe.dispatcher not in ("auto", "local") and ep == 1:
         found.append(
             f'moe.dispatcher = "{moe.dispatcher}": exchanges tokens between ranks, but expert_parallel_degree = 1; '
             'choose "auto" or "local", or a higher expert_parallel_degree'

@@ -6,9 +6,7 @@ from titan_moe.config import Config
 from titan_moe.flavors import Flavor
 from titan_moe.mesh_check import EP, LOCAL, microbatch_size
 from titan_moe.pipeline_check import MICROBATCH
-
-IN_ONE_CALL = ("te_ep", "deepep", "hybridep")
-"""Dispatchers on libraries that send and receive in one call"""
+from titan_moe.titan_dispatchers_check import IN_ONE_CALL
 
 
 def check(config: Config, flavor: Flavor, unsound: Set[str] = frozenset(), *, accelerator: bool = False) -> list[str]:

@@ -13,6 +13,8 @@ from titan_moe.flavors import Flavor
 
 PACKAGE = "deep_ep"
 LIBRARIES = ("deepep", "hybridep")
+IN_ONE_CALL = ("te_ep", *LIBRARIES)
+"""Dispatchers on libraries, NCCL EP's too: those send and receive in one call, and keep buffers of their own"""
 ROW_BYTES = 16  # DeepEP copies rows in pieces of so many bytes
 HYBRIDEP_WIDTH = 512
 HYBRIDEP_EXPERTS = 4  # of all ranks of an NVLink domain, in multiples of which HybridEP reads its routing map

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from titan_moe.config import Config
 from titan_moe.launch import count
 from titan_moe.mesh_check import microbatch_size
+from titan_moe.titan_dispatchers_check import IN_ONE_CALL
 
 
 def place(env: Mapping[str, str], planned: int | None, problems: list[str]) -> tuple[int, int]:
@@ -35,7 +36,7 @@ def problems(config: Config) -> list[str]:
             f"{setting}: on a GPU the experts would be a loop over the tokens of each, which a dry run does not know; "
             'use "bfloat16" with experts "auto" or "grouped_mm"'
         )
-    if config.moe.dispatcher in ("te_ep", "deepep", "hybridep"):
+    if config.moe.dispatcher in IN_ONE_CALL:
         found.append(
             f'moe.dispatcher = "{config.moe.dispatcher}": its buffers are a library\'s, which a dry run does not see; '
             'use "dedup", which moves the same rows'

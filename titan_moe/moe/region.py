@@ -28,6 +28,7 @@ from titan_moe.moe.moving import Moving
 from titan_moe.moe.names import FUSED, GATE, UP, merge_w13, split_w13
 from titan_moe.offload import offloaded
 from titan_moe.precision.recipes import RECIPES
+from titan_moe.titan_dispatchers_check import IN_ONE_CALL
 from titan_moe.torch_helpers import in_backward, local
 
 
@@ -143,7 +144,7 @@ class FusedRoutedExperts(RoutedExperts):
         name, _ = choose_dispatcher(self.config.dispatcher, 1 if ep_group is None else ep_group.size())
         if name != "local" and ep_group is None:
             return None  # until `parallelize` brings the ranks
-        sizes = {"dim": self.config.inner_experts.dim} if name in ("te_ep", "deepep", "hybridep") else {}
+        sizes = {"dim": self.config.inner_experts.dim} if name in IN_ONE_CALL else {}
         if name == "te_ep":
             sizes |= {"in_flight": self.config.in_flight, "payload": self.config.te_ep_payload}
         if name == "dedup":
