@@ -90,6 +90,11 @@ class RowPlan(Plan):
     hops: list[Hop] = field(default_factory=list)  # those of the first chunk of the tokens, of the second, ...
     chunks: int = 1
 
+    @property
+    def hops_each(self) -> int:
+        """Hops that each chunk takes."""
+        return len(self.hops) // self.chunks
+
 
 @dataclass
 class Received:

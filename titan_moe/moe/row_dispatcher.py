@@ -32,16 +32,16 @@ class RowDispatcher(Dispatcher):
 
     def start_dispatch(self, x_TD: Tensor, topk_weights_TK: Tensor, plan: Plan) -> Moving[Received]:
         assert isinstance(plan, RowPlan)
-        return Moving(self._dispatch(x_TD, topk_weights_TK, plan), len(plan.hops) // plan.chunks)
+        return Moving(self._dispatch(x_TD, topk_weights_TK, plan), plan.hops_each)
 
     def start_combine(self, y_RD: Tensor, state: Plan) -> Moving[Tensor]:
         assert isinstance(state, RowPlan)
-        return Moving(self._combine(y_RD, state), len(state.hops) // state.chunks)
+        return Moving(self._combine(y_RD, state), state.hops_each)
 
     def _stages(self, plan: RowPlan) -> list[tuple[ProcessGroup, list[Hop]]]:
         """The first hop of all chunks and the group that it goes over, then the second."""
-        hops = len(plan.hops) // plan.chunks
-        return [(self.hop_groups[i] if self.hop_groups else self.group, plan.hops[i::hops]) for i in range(hops)]
+        each = plan.hops_each
+        return [(self.hop_groups[i] if self.hop_groups else self.group, plan.hops[i::each]) for i in range(each)]
 
     # In both, a chunk goes on to its next hop as soon as it has arrived, while those behind it are still on their way.
     # Autograd's order being the reverse one, so it is in backward. `parts` are functions that wait for a chunk.
