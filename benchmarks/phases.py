@@ -37,7 +37,8 @@ import train  # isort: skip - first: it tells torchtitan about CPUs
 from titan_moe import config_file, runtime
 from titan_moe import telemetry as telemetry_module
 from titan_moe.metrics import read_metrics
-from titan_moe.phases import NAMES, Phases
+from titan_moe.phase_names import NAMES
+from titan_moe.phases import Phases
 from titan_moe.profiling import ROW
 
 WARM_UP = 3  # steps that set things up

@@ -20,9 +20,8 @@ from titan_moe.fsdp_traffic import GlooReduce, Reductions
 from titan_moe.moe.exchange import start_combine, start_dispatch
 from titan_moe.moe.moving import Moving
 from titan_moe.moe.rows import RowMap, gather_rows
-from titan_moe.phases import NAMES, Phases
-
-TICK = 1.0
+from titan_moe.phase_names import NAMES
+from titan_moe.phases import Phases
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ from titan_moe import config_file, profiling
 from titan_moe.config import Config
 from titan_moe.config_check import check
 from titan_moe.metrics import read_metrics
-from titan_moe.phases import NAMES, Phases
+from titan_moe.phase_names import NAMES
+from titan_moe.phases import Phases
 from titan_moe.profiling import ROW, Profiling
 
 STEPS = 8

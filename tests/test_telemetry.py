@@ -10,7 +10,8 @@ from titan_moe.clock import Mark
 from titan_moe.config import Config
 from titan_moe.in_flight import InFlight, Transfer
 from titan_moe.moe.dispatch import make_dispatcher
-from titan_moe.phases import NAMES, Phases
+from titan_moe.phase_names import NAMES
+from titan_moe.phases import Phases
 from titan_moe.telemetry import Telemetry, phase_statistics
 from titan_moe.wire import GB, Wire
 

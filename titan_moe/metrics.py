@@ -20,12 +20,10 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor
 
 from titan_moe.config import Config
+from titan_moe.phase_names import OUTSIDE
 from titan_moe.phases import Phases
 from titan_moe.recompiles import Recompiles
 from titan_moe.trackers import Guarded, JsonLines, dashboards
-
-OUTSIDE_TRAINING = ("validation", "checkpoint", "profile")
-"""Phases whose time does not count against the throughput"""
 
 
 class Metrics:
@@ -76,7 +74,7 @@ class Metrics:
         """Write the line of `step`. `more`: further quantities of the caller, by name, into metrics.jsonl and
         dashboards: numbers, and the experts' loads as lists."""
         spent = self.phases.host_seconds
-        seconds = time.perf_counter() - self.interval_started - sum(spent[name] for name in OUTSIDE_TRAINING)
+        seconds = time.perf_counter() - self.interval_started - sum(spent[name] for name in OUTSIDE)
         tps = self.tokens / seconds
         tflops = self.flops_per_token * tps / 1e12
         mfu = None if self.peak_flops is None else 100 * self.flops_per_token * tps / self.peak_flops

@@ -21,7 +21,8 @@ from titan_moe.fsdp_traffic import GlooReduce, Reductions, param_groups
 from titan_moe.moe.layer import FusedMoE
 from titan_moe.moe.moving import Moving
 from titan_moe.moe.region import FusedRoutedExperts
-from titan_moe.phases import OTHER, Phases, nodes_of
+from titan_moe.phase_names import OTHER
+from titan_moe.phases import Phases, nodes_of
 from titan_moe.pipeline import Pipeline
 
 MOVED = ("dispatch", "combine")

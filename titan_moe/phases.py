@@ -38,21 +38,9 @@ from torch.autograd.graph import Node
 
 from titan_moe import clock
 from titan_moe.clock import Mark
+from titan_moe.phase_names import NAMES, OTHER, WHOLE
 
 Call = TypeVar("Call", bound=Callable[..., Any])
-
-OTHER = "other"
-
-OWN = ("embedding", "norms", "attention", "dense", "router", "experts", "shared_expert", "mtp", "loss")
-"""Of forward and backward: what a rank does without waiting for others"""
-SHARED = ("dispatch", "combine", "fsdp")
-"""Of forward and backward: what ranks do together, so that each waits for the slowest"""
-WHOLE = ("data", "graph", "clip", "optimizer", "pipeline", "wgrad", "logging")
-WHOLE += ("validation", "checkpoint", "profile", OTHER)
-"""Told without forward and backward"""
-
-NAMES = (*(f"{name}.{way}" for name in (*OWN, *SHARED) for way in ("forward", "backward")), *WHOLE)
-"""All phases, on every rank the same, whatever it computes"""
 
 
 class Ranges(Protocol):

@@ -30,7 +30,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torchtitan.tools.logging import logger
 
 from titan_moe.config import Config
-from titan_moe.phases import NAMES, OTHER, Phases
+from titan_moe.phase_names import NAMES, OTHER
+from titan_moe.phases import Phases
 
 STEP_FOLDER = "iteration_{step}"
 ROW = 999_999_999

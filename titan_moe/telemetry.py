@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from titan_moe import in_flight
 from titan_moe.config import Config
 from titan_moe.phase_hooks import watch
-from titan_moe.phases import NAMES, OWN, Phases
+from titan_moe.phase_names import NAMES, OWN
+from titan_moe.phases import Phases
 from titan_moe.pipeline import Pipeline
 from titan_moe.profiling import Profiling
 from titan_moe.wire import Wire

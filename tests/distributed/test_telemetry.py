@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from tests.distributed.edits import SLOWER
-from titan_moe.phases import NAMES
+from titan_moe.phase_names import NAMES
 from titan_moe.plan.traffic import group_limited_unique
 
 # (ranks, case, phases that it must have, phases that it must not have)

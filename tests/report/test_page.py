@@ -17,7 +17,7 @@ import pytest
 from titan_moe import config_file
 from titan_moe.config import Config
 from titan_moe.config_print import to_toml
-from titan_moe.phases import NAMES
+from titan_moe.phase_names import NAMES
 from titan_moe.plan import report
 from titan_moe.report import charts, heat, page, phases
 from titan_moe.report.against_plan import compare

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
+from titan_moe.phase_names import OUTSIDE
 from titan_moe.report.read import Run, Series
 from titan_moe.report.summary import typical
 
@@ -21,8 +22,6 @@ MOST = 40
 """Phases that are shown"""
 RECENT = 1000
 """Lines that tell which rank is slow"""
-OUTSIDE = ("validation", "checkpoint", "profile")
-"""Phases once in a while, which are no part of a step's time: only the table has them"""
 NOTHING = 1e-3
 """Share of a step below which such a phase only asked whether it is due"""
 WHOLE = "step"

@@ -10,6 +10,7 @@ from typing import Any
 from titan_moe.config import Config
 from titan_moe.config_keys import LEAVES, get
 from titan_moe.config_print import literal
+from titan_moe.phase_names import OUTSIDE
 from titan_moe.report import phases
 from titan_moe.report.against_plan import Comparison
 from titan_moe.report.charts import Chart
@@ -97,15 +98,15 @@ def _range(run: Run, key: str, scale: float) -> str:
 
 def phase_table(run: Run) -> str:
     found = phases.table(run)
-    whole = sum(phase.seconds for phase in found if phase.name not in phases.OUTSIDE)
+    whole = sum(phase.seconds for phase in found if phase.name not in OUTSIDE)
     rows = []
     for phase in found:
-        share = f"{phase.seconds / whole:.1%}" if whole and phase.name not in phases.OUTSIDE else "–"
+        share = f"{phase.seconds / whole:.1%}" if whole and phase.name not in OUTSIDE else "–"
         slowest = "–" if phase.slowest is None else f"{phase.slowest:.4g}"
         rank = "–" if phase.rank is None else f"{phase.rank:,}"
         each = [f"{part:.4g}" if part is not None else "–" for part in (phase.forward, phase.backward, phase.seconds)]
         dot = f'<i class="dot" data-phase="{text(phase.name)}"></i>'
-        note = " <small>mean over all steps</small>" if phase.name in phases.OUTSIDE else ""
+        note = " <small>mean over all steps</small>" if phase.name in OUTSIDE else ""
         rows.append([f"{dot}{text(phase.name)}{note}", *each, share, slowest, rank])
     head = ["phase", "forward", "backward", "together", "share", "slowest rank", "which"]
     return table(head, rows, kind="numbers")
