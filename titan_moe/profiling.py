@@ -32,6 +32,7 @@ from torchtitan.tools.logging import logger
 from titan_moe.config import Config
 from titan_moe.phase_names import NAMES, OTHER
 from titan_moe.phases import Phases
+from titan_moe.whole_file import replacing
 
 STEP_FOLDER = "iteration_{step}"
 ROW = 999_999_999
@@ -176,16 +177,13 @@ class Profiling:
     def _write(self, folder: Path, step: int, name: str, write: Callable[[Path], None]) -> None:
         """A file that exists when it is whole. If it cannot be written, training goes on without it."""
         path = folder / STEP_FOLDER.format(step=step) / f"rank{self.rank}_{name}"
-        partial = path.with_name(f".{path.name}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write(partial)
-            partial.replace(path)
+            with replacing(path) as file:
+                write(file)
             logger.info(f"Wrote {path}")
         except OSError as error:
             logger.warning(f"{path} was not written: {error}")
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def write_trace(profiler: profile, path: Path) -> None:

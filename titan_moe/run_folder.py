@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titan_moe.config import Config
+from titan_moe.whole_file import replacing
 
 _held: dict[Path, IO[bytes]] = {}
 """Lock file of each folder that this process has claimed: the lock lasts as long as some process has that file open"""
@@ -116,12 +117,8 @@ def claim(folder: Path, run_id: str, resume: bool, record: dict[str, Any]) -> in
     now = datetime.now(UTC).isoformat(timespec="seconds")
     run = {"run_id": run_id, "attempt": attempt, "created": there.get("created", now), "updated": now}
     run |= {"checkpoints": resume} | record
-    temporary = folder / "run.json.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(run, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / "run.json")  # so a crash leaves the old file or the new one, never a part
+    with replacing(folder / "run.json") as file:
+        file.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
     return attempt
 
 

@@ -10,6 +10,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_moe.whole_file import replacing
+
 STOP = "stop"
 OUTCOME = "TITAN_MOE_OUTCOME"
 """Environment variable of the workers: the file that tells their supervisor how they ended"""
@@ -20,9 +22,8 @@ def ask(folder: Path, why: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)  # before rank 0 has taken it
     if (folder / STOP).exists():
         return
-    written = folder / f".{STOP}-{socket.gethostname()}-{os.getpid()}"
-    written.write_text(f"{why} on {socket.gethostname()}\n")
-    os.replace(written, folder / STOP)
+    with replacing(folder / STOP) as file:
+        file.write_text(f"{why} on {socket.gethostname()}\n")
 
 
 def asked(folder: Path) -> bool:

@@ -4,7 +4,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -178,22 +177,3 @@ def test_ctrl_c_leaves_a_page_that_rests(tmp_path, monkeypatch):
     monkeypatch.setattr(watch.time, "sleep", interrupted)
     assert main([str(folder), "--watch"]) == 0
     assert '"refresh":null' in (folder / "report.html").read_text()
-
-
-def test_whoever_reads_sees_a_whole_page(tmp_path):
-    """Old or new, while it is replaced again and again."""
-    path, stop, seen = tmp_path / "page", threading.Event(), set()
-    contents = [bytes([letter]) * 2_000_000 for letter in b"ab"]
-    watch.replace(path, contents[0])
-
-    def look() -> None:
-        while not stop.is_set():
-            seen.add(path.read_bytes())
-
-    reader = threading.Thread(target=look)
-    reader.start()
-    for i in range(40):
-        watch.replace(path, contents[i % 2])
-    stop.set()
-    reader.join()
-    assert seen <= set(contents) and [each.name for each in tmp_path.iterdir()] == ["page"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from titan_moe.report import text, watch
 from titan_moe.report.read import Run, read
+from titan_moe.whole_file import replacing
 
 PNG = "report.png"
 
@@ -68,7 +69,9 @@ def _write(runs: list[Run], arguments: argparse.Namespace, refresh: float | None
         out = Path(arguments.out) if arguments.out else runs[0].folder / "report.html"
         if not out.exists() or refresh is None:  # once while watching
             print(out, flush=True)
-        watch.replace(out, page.make(runs, refresh).encode())
+        content = page.make(runs, refresh).encode()
+        with replacing(out) as file:
+            file.write_bytes(content)
     if arguments.png:
         from titan_moe.report import picture
 

@@ -3,7 +3,6 @@
 Drawn with Pillow as the planner's pictures are, which comes with tensorboard.
 """
 
-import io
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +14,7 @@ from titan_moe.report.charts import curve
 from titan_moe.report.decimate import cuts
 from titan_moe.report.read import Run
 from titan_moe.report.summary import numbers
-from titan_moe.report.watch import replace
+from titan_moe.whole_file import replacing
 
 PANELS = (
     ("Loss", ("loss", "validation_loss")),
@@ -51,9 +50,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         _phases(canvas, with_phases, *next(rest))
     if maps is not None:
         _heat(canvas, maps, *next(rest))
-    content = io.BytesIO()
-    canvas.image.quantize(128).save(content, "PNG", optimize=True)
-    replace(path, content.getvalue())
+    with replacing(path) as file:
+        canvas.image.quantize(128).save(file, "PNG", optimize=True)
 
 
 def _heading(canvas: Canvas, runs: Sequence[Run]) -> None:

@@ -5,12 +5,8 @@ with the last version, which is written once no process trains in any of the fol
 then, so that has to last for a minute, unless it has done all of its steps.
 """
 
-import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 
 from titan_moe.report.read import Run, read
 
@@ -36,15 +32,3 @@ def watch(folders: Sequence[str], seconds: float, write: Callable[[list[Run], fl
             time.sleep(seconds)
     except KeyboardInterrupt:
         write([read(folder) for folder in folders], None)
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Write a file such that who reads it sees the old content or the new. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -7,7 +7,6 @@ first, middle and last 16 KiB: enough to notice another file, cheap enough to ta
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from titan_moe.mixture import count_shards
 from titan_moe.sources.listing import File, Source, list_source
 from titan_moe.sources.piece import open_as_listed
 from titan_moe.sources.split import split
+from titan_moe.whole_file import replacing
 
 SAMPLE_BYTES = 1 << 14
 FILE_NAME = "data.json"  # in the run folder
@@ -150,11 +150,10 @@ def _digests(files: Sequence[File]) -> dict[str, str]:
 
 def save(listing: Listing, folder: Path) -> None:
     """Write the record into the run folder: whole, or not at all."""
-    temporary = folder / f"{FILE_NAME}.tmp"
     record: dict[str, Any] = {"sources": listing.summary(), "settings": listing.settings}
     record |= {"files": listing.files, "written": listing.written}
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(temporary, folder / FILE_NAME)
+    with replacing(folder / FILE_NAME) as file:
+        file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def changes(listing: Listing, folder: Path) -> list[str]:
