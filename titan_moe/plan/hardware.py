@@ -4,6 +4,10 @@ Dense rates without sparsity, per GPU, links in one direction. Two traps: a "GB2
 NVL72 rack and runs about 10 % above the same chip in an 8-GPU server ("B200", "B300"); and a low-precision rate must
 never be the denominator of a BF16 run's MFU (`peak_tflops` chooses).
 
+Compared with its sources in November 2026: the vendors' data sheets of A100 80GB SXM, H100 SXM, H200, DGX B200, GB200
+NVL72, DGX B300, GB300 NVL72, MI300X and MI355X; H800 from arXiv 2412.19437, 3.1 and DeepEP's README (160 of its 200
+GB/s are seen). Usable memory of GB200 and GB300 is what the driver reports.
+
 Imports neither torch nor torchtitan.
 """
 
@@ -12,11 +16,6 @@ import tomllib
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
-
-AS_OF = "2026-11"
-"""When the table was last compared with its sources: the vendors' data sheets of A100 80GB SXM, H100 SXM, H200, DGX
-B200, GB200 NVL72, DGX B300, GB300 NVL72, MI300X and MI355X; H800 from arXiv 2412.19437, 3.1 and DeepEP's README (160 of
-its 200 GB/s are seen). Usable memory of GB200 and GB300 is what the driver reports."""
 
 Architecture = Literal["ampere", "hopper", "blackwell", "blackwell_ultra", "cdna3", "cdna4"]
 Precision = Literal["bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]
