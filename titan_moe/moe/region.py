@@ -74,7 +74,7 @@ class FusedExperts(GroupedExperts):
 
 def _split_on_save(module, state_dict: dict[str, Any], prefix: str, local_metadata) -> None:
     w13_EF2D = state_dict.pop(prefix + FUSED)
-    state_dict |= {f"{prefix}{name}": half.contiguous() for name, half in split_w13(w13_EF2D).items()}
+    state_dict |= {f"{prefix}{name}": half for name, half in split_w13(w13_EF2D).items()}
 
 
 def _merge_on_load(module, state_dict: dict[str, Any], prefix: str, *_) -> None:
