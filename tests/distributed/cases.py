@@ -57,18 +57,25 @@ DEBUG = [
 
 
 SLOW: dict[int, set[str]] = {
-    1: {"one_rank_mxfp8_loop_full", "one_rank_mxfp8_parts_mtp", "one_rank_mxfp8_mtp"},
+    1: {
+        *("one_rank_mxfp8_loop_full", "one_rank_mxfp8_parts_mtp", "one_rank_mxfp8_mtp", "one_rank_nvfp4_selective"),
+        *("one_rank_fp8_current", "one_rank_fp8_block", "resumed_nvfp4", "resumed_nvfp4_again"),
+        *("debug_fp8_current", "debug_fp8_block", "debug_nvfp4", "one_rank_mixtral", "one_rank_mtp2"),
+    },
     2: {
         *("fsdp2_ep2_fp8_current", "fsdp2_ep2_fp8_block", "fsdp2_ep2_mxfp8_full", "fsdp2_ep2_mxfp8_compiled"),
         *("tp2_nvfp4", "pp2_nvfp4", "pp2_mxfp8"),
         *("fsdp2_no_bias", "fsdp2_ep2_no_bias", "fsdp2_ep2_compiled", "tp2_losses", "tp2_mtp2", "tp2_ep2"),
         *("fsdp2_ep2_alltoall_selective_offload", "pp2_DualPipeV_offload"),
         *("cp2_plain_order", "pp2_uneven", "pp2_losses", "pp2_zbv_losses", "te_mxfp8", "emulated_mxfp8"),
+        *("fsdp2_ep2_mixtral", "fsdp2_ep2_nvfp4", "tp2_mxfp8", "fsdp2_ep2_alltoall_selective"),
+        *("pp2_InterleavedZeroBubble", "pp2_DualPipeV", "pp2_1F1B_offload", "fsdp2_ep2_full_offload"),
     },
     4: {
         *("fsdp4", "fsdp4_ep2_no_bias", "hsdp2x2", "fsdp2_cp2", "hsdp2_tp2", "hsdp2_cp2", "hsdp2_pp2", "pp2_tp2"),
         *("pp2_ep2_bf16", "pp2_te_ep", "pp2_ep2", "fsdp2_pp2", "then_pp2_ep2", "then_tp2_ep2", "then_hsdp2"),
         *("tp2_cp2_ep4_qwen3", "hsdp2x2_reduce_every", "ep4_chunks_full"),
+        *("fsdp4_ep2", "ep4_alltoall", "fsdp2_tp2_ep2", "pp2_cp2_ep2_factor"),
     },
 }
 """By number of ranks, cases that the default tests leave out: what they combine is there singly, or in others"""

@@ -12,8 +12,7 @@ REPORTED: list[str] = []
 
 
 @pytest.fixture(scope="session")
-def outcome(tmp_path_factory) -> Callable[[int, str], Outcome]:
-    """`outcome(world_size, name)`: what that case left."""
+def trained(tmp_path_factory) -> Callable[[int, str], Outcome]:
     root = tmp_path_factory.mktemp("runs")
     done: dict[tuple[int, bool], dict[str, Outcome]] = {}
 
@@ -25,6 +24,18 @@ def outcome(tmp_path_factory) -> Callable[[int, str], Outcome]:
                 chosen = {name: case for name, case in cases(ranks, out).items() if (name in SLOW[ranks]) == job[1]}
                 done[job] = run_cases(ranks, chosen, out)
         return done[world_size, slow][name]
+
+    return get
+
+
+@pytest.fixture
+def outcome(request, trained) -> Callable[[int, str], Outcome]:
+    """`outcome(world_size, name)`: what that case left."""
+
+    def get(world_size: int, name: str) -> Outcome:
+        slow = request.node.get_closest_marker("slow")
+        assert slow or name not in SLOW[world_size], f"{name} is a slow case, which a test without that mark asks for"
+        return trained(world_size, name)
 
     return get
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.test_meshes import marked
 
-ONE = "one_rank_"
+ONE, RECIPES = "one_rank_", ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
 MESHES = [
     (2, "fsdp2_ep2_mxfp8", "mxfp8", 1e-5),
     (2, "fsdp2_ep2_mxfp8_compiled", "mxfp8", 1e-5),
@@ -52,6 +52,7 @@ def test_recompute_changes_nothing(outcome, ranks, recomputing, plain):
     assert got == (expected if exact else pytest.approx(expected, rel=1e-6))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_rounds_by_the_same_chance(outcome):
     """Two steps, a checkpoint, and two more in another process."""
     resumed = outcome(1, "resumed_nvfp4").metrics
@@ -59,9 +60,9 @@ def test_a_resumed_run_rounds_by_the_same_chance(outcome):
     assert [record["loss"] for record in resumed.values()] == outcome(1, "one_rank_nvfp4").losses
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "fp8_block", "nvfp4"])
-def test_formats_reach_the_model(outcome, recipe):
-    got, plain = outcome(1, ONE + recipe).losses, outcome(1, "one_rank_tiled").losses
+@pytest.mark.parametrize(("ranks", "name"), marked([(1, ONE + recipe) for recipe in RECIPES]))
+def test_formats_reach_the_model(outcome, ranks, name):
+    got, plain = outcome(ranks, name).losses, outcome(1, "one_rank_tiled").losses
     assert got != plain and got[0] != plain[0]
     assert got == pytest.approx(plain, rel=1e-2)
 
@@ -71,8 +72,8 @@ def test_prediction_layers_and_the_head_are_quantized_when_named(outcome):
     assert outcome(1, "one_rank_mxfp8_mtp").losses[0] != outcome(1, "one_rank_mxfp8").losses[0]
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
-def test_every_recipe_trains_the_debug_model(outcome, recipe):
-    got, bf16 = outcome(1, f"debug_{recipe}").losses, outcome(1, "debug_bf16").losses
+@pytest.mark.parametrize(("ranks", "name"), marked([(1, f"debug_{recipe}") for recipe in RECIPES]))
+def test_every_recipe_trains_the_debug_model(outcome, ranks, name):
+    got, bf16 = outcome(ranks, name).losses, outcome(1, "debug_bf16").losses
     assert got == pytest.approx(bf16, rel=2e-2) and got != bf16
     assert got[-1] < got[0] - 0.3

@@ -4,6 +4,7 @@ overflowed and the step ran again; and a clear end where it cannot grow any more
 import pytest
 
 from tests.distributed.harness import REPO, SMALL_FP32, torchrun
+from tests.distributed.test_meshes import marked
 
 PAIRS = [
     (2, "overflow", "fsdp2_ep2_mtp_full"),
@@ -13,7 +14,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "name", "exact"), PAIRS)
+@pytest.mark.parametrize(("ranks", "name", "exact"), marked(PAIRS))
 def test_the_curve_is_that_of_exact_sizes(outcome, ranks, name, exact):
     """Losses, those of balancing too, gradient norms, and load statistics, which a step that ran twice must count
     once."""
@@ -35,7 +36,7 @@ def test_an_overflow_on_one_rank_in_one_layer_is_replayed_once_by_all(outcome):
     assert told == [0, 1, 1, 1, 2]
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(2, "fsdp2_ep2_losses_factor"), (4, "pp2_cp2_ep2_factor")])
+@pytest.mark.parametrize(("ranks", "name"), marked([(2, "fsdp2_ep2_losses_factor"), (4, "pp2_cp2_ep2_factor")]))
 def test_routing_itself_overflows_buffers_of_the_mean(outcome, ranks, name):
     first, *others = outcome(ranks, name).passes
     assert sum(first["training"].values()) > 5 and len(others) == ranks - 1
