@@ -68,6 +68,7 @@ def test_a_rank_that_dies_is_named_on_both_nodes():
     assert "was ended by SIGKILL" in said["ranks"]
 
 
+@pytest.mark.slow
 def test_as_the_shell_runs_it():
     command = [str(REPO / "run_train.sh"), "--doctor", "train_configs/debug_model.toml"]
     begin = time.monotonic()

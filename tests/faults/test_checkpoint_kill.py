@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.faults.checkpoint_run import Job, TinyRun
 from titan_moe.checkpoint_folder import steps
 
@@ -23,16 +25,17 @@ def save_for_ever(tell: Callable, folder: Path, async_mode: str) -> None:
         tell(step)
 
 
-def test_killed_100_times_while_saving(tmp_path):
+@pytest.mark.parametrize("times", [24, pytest.param(100, marks=pytest.mark.slow)])
+def test_killed_again_and_again_while_saving(tmp_path, times):
     """Runs of one and of two ranks, saving in the foreground and in the background, each killed at a random moment of
     one of its first saves and followed by the next, which comes back with the newest step-N there is, whole: each value
     of each rank is N's."""
     random_, folder, newest, torn = random.Random(1), tmp_path / "run", 0, 0
-    for i in range(101):
+    for i in range(times + 1):
         ranks = 2 if i % 4 == 3 else 1
         job = Job(tmp_path / "store", save_for_ever, folder, MODES[i // 2 % 2], world_size=ranks)
         assert job.hear() == [[newest]] * ranks, f"start {i}"
-        if i < 100:
+        if i < times:
             for _ in range(random_.randint(1, 2)):
                 begin = time.monotonic()
                 job.hear()
@@ -42,5 +45,5 @@ def test_killed_100_times_while_saving(tmp_path):
         assert not found or found[0] >= newest, "a published checkpoint is gone"
         newest = found[0] if found else 0
         torn += any((folder / "checkpoint").glob(".step-*.tmp"))
-    assert torn >= 30, f"only {torn} of 101 left a half-written checkpoint: the rest shows little"
-    assert newest >= 60
+    assert torn >= 0.3 * times, f"only {torn} of {times} left a half-written checkpoint: the rest shows little"
+    assert newest >= 0.6 * times
