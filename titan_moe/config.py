@@ -480,6 +480,10 @@ class Checkpoint:
     """What to start from when the run folder holds no checkpoint: one of another run, or a Hugging Face folder
     (config.json and safetensors in bfloat16, float16, float32, or FP8 as DeepSeek publishes)"""
 
+    upcycle: bool = False
+    """initial_load_path is a Hugging Face folder of a dense model (Qwen3, Mistral, Llama): every expert begins as its
+    feed-forward, and the loss as its loss (docs/hugging_face.md)"""
+
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path, not optimizer, schedule and data position"""
 
