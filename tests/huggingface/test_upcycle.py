@@ -132,7 +132,7 @@ def test_another_hidden_width_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("upcycle", "kind", "content", "expected"),
     [
-        (False, "qwen3", {}, "as this dense model, set model.name = \"qwen3\" and checkpoint.upcycle = true"),
+        (False, "qwen3", {}, 'as this dense model, set model.name = "qwen3" and checkpoint.upcycle = true'),
         (True, "qwen3", {"model_type": "qwen3_moe"}, "'qwen3_moe' has experts already: leave checkpoint.upcycle out"),
         (True, "qwen3", {"model_type": "llama"}, 'set model.name = "mixtral"'),
         (True, "qwen3", {"model_type": "gemma"}, "must be one of qwen3, mistral, llama"),
