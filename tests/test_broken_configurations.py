@@ -284,6 +284,12 @@ CASES = [
     ),
     case('training.mixture = [\n  { dataset = "synthetic" },\n  { dataset = "synthetic", weight = 1e-9 },\n]'),
     case('[[training.mixture]]\ndataset = "synthetic"\nweight = 1e308'),
+    case(
+        '[[validation.sets]]\nname = "a"\ndataset = "synthetic"\n[[validation.sets]]\nname = "a"\ndataset = ""\n'
+        '[[validation.sets]]\nname = "x/y"\ndataset = "synthetic"'
+    ),
+    case('[validation]\nenable = true\nsets = [{ name = "code", dataset = "gone" }, { dataset = "gone" }]'),
+    case('[validation]\nenable = true\nsets = [\n  { name = "code", dataset = "gone" },\n]'),
     case('[[training.mixture]]\ndataset = "synthetic"\n[[training.mixture]]\nweigth = 2.0\non_error = "skpi"'),
     case('training.mixture = [\n  { dataset = "gone" },\n]'),
     case(

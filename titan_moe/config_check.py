@@ -250,6 +250,7 @@ def _files(config: Config) -> list[str]:
     if not config.training.dataset and not config.training.mixture:
         found.append('training.dataset = "": must name a dataset, for example "python_stdlib"')
     found += mixture_check.check(config.training.mixture)
+    found += mixture_check.check_sets(config.validation.sets)
     for path in FOLDERS:
         folder = attrgetter(path)(config)
         parts = PurePath(folder.strip()).parts

@@ -116,6 +116,7 @@ def _named(config: Config, problems: list[str]) -> list[str]:
     keys = keys or {config.training.dataset: "training"}
     if config.validation.dataset:
         keys = {config.validation.dataset: "validation"} | keys
+    keys = {each.dataset: f"validation.sets[{i}]" for i, each in enumerate(config.validation.sets)} | keys
     for name, key in keys.items():
         start, mixed = f'dataset = "{name}":', f'training.mixture, "{name}"'
         problems = [f"{key}.{problem}" if problem.startswith(start) else problem for problem in problems]
