@@ -72,7 +72,7 @@ class Run:
     optimizers: Optimizers
     guard: Guard
     dataloader: PackedDataLoader
-    validation_dataloader: PackedDataLoader | None
+    validation_dataloaders: dict[str, PackedDataLoader]  # by the names of the sets
     checkpointer: VerifiedCheckpoints
     metrics: Metrics
     telemetry: Telemetry
@@ -101,7 +101,7 @@ def build(config: Config) -> Run:
     attempt = startup.claim_run_folder(config, folder, listing)
 
     # 3) data, in the same global order on every mesh
-    dataloader, validation_dataloader = build_dataloaders(config, listing, tokenizer, dp_rank, dp_degree)
+    dataloader, validation_dataloaders = build_dataloaders(config, listing, tokenizer, dp_rank, dp_degree)
 
     # 4) model on the meta device: shapes only
     model = build_model(config)
@@ -169,7 +169,7 @@ def build(config: Config) -> Run:
         optimizers=optimizers,
         guard=guard,
         dataloader=dataloader,
-        validation_dataloader=validation_dataloader,
+        validation_dataloaders=validation_dataloaders,
         checkpointer=checkpointer,
         metrics=metrics,
         telemetry=Telemetry(config, folder, phases, model_parts, pipeline, device, sources),
@@ -202,7 +202,7 @@ def train(run: Run) -> None:
         gc.run(step)
         random_state.seed_step(config.debug.seed, step)
 
-        validates = run.validation_dataloader is not None and (last or step % config.validation.freq == 0)
+        validates = bool(run.validation_dataloaders) and (last or step % config.validation.freq == 0)
         saves = config.checkpoint.enable and step % config.checkpoint.interval == 0
         # Logging reads the guard's verdict, and may stop the run for it: before such a step could be saved.
         logs = validates or saves or last or stops or step == first_step or step % config.metrics.log_freq == 0

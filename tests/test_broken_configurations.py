@@ -38,6 +38,7 @@ from titan_moe import (
     te_router_check,
     titan02,
     titan_dispatchers_check,
+    upcycle_check,
 )
 from titan_moe.config_file import LEAVES, SECTIONS
 from titan_moe.config_keys import build, get, not_none
@@ -283,6 +284,12 @@ CASES = [
     ),
     case('training.mixture = [\n  { dataset = "synthetic" },\n  { dataset = "synthetic", weight = 1e-9 },\n]'),
     case('[[training.mixture]]\ndataset = "synthetic"\nweight = 1e308'),
+    case(
+        '[[validation.sets]]\nname = "a"\ndataset = "synthetic"\n[[validation.sets]]\nname = "a"\ndataset = ""\n'
+        '[[validation.sets]]\nname = "x/y"\ndataset = "synthetic"'
+    ),
+    case('[validation]\nenable = true\nsets = [{ name = "code", dataset = "gone" }, { dataset = "gone" }]'),
+    case('[validation]\nenable = true\nsets = [\n  { name = "code", dataset = "gone" },\n]'),
     case('[[training.mixture]]\ndataset = "synthetic"\n[[training.mixture]]\nweigth = 2.0\non_error = "skpi"'),
     case('training.mixture = [\n  { dataset = "gone" },\n]'),
     case(
@@ -304,6 +311,12 @@ CASES = [
     case('metrics.save_tb_folder = "."'),
     case('checkpoint.initial_load_path = "."'),
     case('checkpoint.initial_load_path = "gone"\ncheckpoint.enable = true'),
+    case('[checkpoint]\nenable = true\nupcycle = true\n[model]\nname = "qwen3"\nroute_norm = false\nroute_scale = 2.5'),
+    case("checkpoint.upcycle = true"),
+    Case(
+        text='checkpoint = { enable = true, upcycle = true, initial_load_path = "step-1" }\nmodel.name = "qwen3"',
+        files={"step-1/manifest.json": "{}"},
+    ),
     case('comm.mode = "fake_backend"'),
     case("checkpoint.load_step = 5"),
     case("checkpoint.load_step = 5\ncheckpoint.enable = true", "--job.dump_folder=here"),
@@ -426,6 +439,7 @@ def test_every_message_of_a_check_has_a_case() -> None:
     modules = (
         *(config_check, flavor_check, flavors, launch, mesh_check, mixture_check, moe_check, pipeline_check),
         *(optimizer_check, precision_check, recompute_facts, te_ep_check, te_router_check, titan_dispatchers_check),
+        upcycle_check,
     )
     for module in modules:
         path = Path(module.__file__ or "")

@@ -403,15 +403,15 @@ def test_build_dataloaders(tmp_path: Path) -> None:
     def build() -> tuple[set[str], set[str], list]:
         listing = list_all(config)
         _, validation = build_dataloaders(config, listing, TOKENIZER, 0, 1)
-        assert validation is not None and listing.validation is not None
-        rows = [rows_of(batch) for batch in itertools.islice(validation, 3)]
+        assert [*validation] == [""] and listing.validation is not None
+        rows = [rows_of(batch) for batch in itertools.islice(validation[""], 3)]
         parts = (listing.training, listing.validation)
         training, held_out = ({piece.name for source in part for piece in source.pieces} for part in parts)
         return training, held_out, rows
 
     listing = list_all(config)
     assert listing.validation is None and [len(source.pieces) for source in listing.training] == [40]
-    assert build_dataloaders(config, listing, TOKENIZER, 0, 1)[1] is None
+    assert build_dataloaders(config, listing, TOKENIZER, 0, 1)[1] == {}
     config.validation.enable, config.validation.holdout = True, 0.3
     trained_on, kept_away, rows = build()
     assert kept_away and trained_on and not kept_away & trained_on and len(kept_away | trained_on) == 40

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 from pathlib import Path
 
@@ -86,8 +87,8 @@ def test_the_console_line_is_torchtitans_up_to_mfu(tmp_path, clock, caplog):
     metrics.count(1234)
     clock.now += 1
     with caplog.at_level(logging.INFO):
-        log(metrics, 7, loss=4.123456789, validation_loss=4.5)
-    line, validation = [record.getMessage() for record in caplog.records]
+        log(metrics, 7, loss=4.123456789, validation_loss={"": 4.5, "code": 2.25, "naïve": 800.0})
+    line, validation, *sets = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(
         r"step:  7  loss:  4\.12346  grad_norm:  1\.0000  memory: +\d+\.\d\dGiB\(\d+\.\d\d%\)  tps: 1,234  "
         r"tflops: 1\.23  mfu: n/a  lr: 1\.00e-03  data: 0\.0%   14\.0%  eta: 0m43s",
@@ -95,6 +96,14 @@ def test_the_console_line_is_torchtitans_up_to_mfu(tmp_path, clock, caplog):
     )
     assert TORCHTITAN_PATTERN.findall(line) == [("7", "4.12346")]
     assert validation == "validate step:  7  loss:  4.5000"
+    assert sets == [
+        "validate step:  7  code: loss:  2.2500  perplexity: 9.49",
+        "validate step:  7  naïve: loss: 800.0000  perplexity: inf",
+    ]
+    record = read_metrics(tmp_path)[7]
+    assert record["validation_loss"] == 4.5 and "validation_perplexity" not in record
+    assert record["validation_perplexity/code"] == math.exp(record["validation_loss/code"]) == math.exp(2.25)
+    assert record["validation_perplexity/naïve"] is None  # no JSON has an infinity
 
 
 def test_a_later_attempt_wins_and_half_a_line_costs_only_itself(tmp_path, clock):
@@ -145,7 +154,7 @@ def test_further_quantities_reach_both_files(tmp_path, clock):
     metrics = make(tmp_path, tensorboard=True)
     metrics.count(10)
     clock.now += 1
-    log(metrics, 1, embedding_norm=2.0)
+    log(metrics, 1, embedding_norm=2.0, validation_loss={"": 1.0, "code": 2.0})
     metrics.close()
     tags = scalars(tmp_path)
     assert tags >= {
@@ -157,6 +166,11 @@ def test_further_quantities_reach_both_files(tmp_path, clock):
     }
     assert tags >= {"time_metrics/end_to_end(s)", "time_metrics/data_loading(s)", "time_metrics/data_loading(%)"}
     assert tags >= {"memory/max_active(GiB)", "memory/max_reserved(%)", "memory/num_ooms", "embedding_norm", "tflops"}
+    assert {tag for tag in tags if "validation" in tag} == {
+        "validation_metrics/loss",
+        "validation_metrics/loss/code",
+        "validation_metrics/perplexity/code",
+    }
     assert "mfu(%)" not in tags, "unknown hardware has no MFU"
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["embedding_norm"] == 2.0
 

@@ -34,7 +34,7 @@ from tests.pieces import (
     write_tokenizer,
 )
 from titan_moe import tokenize
-from titan_moe.config import Config, DataSource
+from titan_moe.config import Config, DataSource, ValidationSet
 from titan_moe.preflight import source_problems
 from titan_moe.sources import hub, lines, piece, record, rows
 from titan_moe.sources.listing import Source
@@ -441,6 +441,32 @@ def test_options_of_an_entry_and_of_all(tmp_path: Path) -> None:
     ]
     assert found == [("body", "skip", 1, 40), ("content", "raise", 2, 40), ("body", "skip", 1, 40)]
     assert not source_problems(listing, TOKENIZER)
+
+
+def test_validation_sets_have_options_of_their_own_and_nothing_of_the_training_data(tmp_path: Path) -> None:
+    write(tmp_path, {"a.jsonl": jsonl(TEXTS), "b/b.jsonl": jsonl(TEXTS, "body"), "b/c.jsonl": jsonl(TEXTS, "body")})
+    sets = [
+        ValidationSet(name="all", dataset=f"{tmp_path}/b", text_field="body"),
+        ValidationSet(name="part", dataset=f"{tmp_path}/b/c.jsonl", on_error="skip"),  # also in the other
+    ]
+    config = config_of(DataSource(dataset=f"{tmp_path}/a.jsonl"), enable=True, sets=sets)
+    listing = list_all(config)
+    found = [(name, s.text_field, s.on_error, len(s.files)) for name, s in listing.validation_sets.items()]
+    assert found == [("all", "body", "raise", 2), ("part", "text", "skip", 1)]
+    assert [part["part"] for part in listing.summary()] == [
+        "training", "validation", "validation, all", "validation, part"
+    ]  # fmt: skip
+    assert listing.validation is not None and listing.validation[0].dataset.endswith("a.jsonl")  # held out, as without
+    record.save(listing, tmp_path)
+    config.validation.sets = [ValidationSet(name="other", dataset=f"{tmp_path}/b/b.jsonl")]
+    assert record.changes(list_all(config), tmp_path) == []  # nobody has a position there
+    (problem,) = source_problems(list_all(config), TOKENIZER)
+    assert problem.startswith(f'{tmp_path}/b/b.jsonl:1: has no field "text"')
+    config.validation.sets = [ValidationSet(name="x", dataset=f"{tmp_path}/*.jsonl")]
+    with pytest.raises(ValueError, match=r"a\.jsonl is in training source 1 .* validation source 1 .*leave it to one"):
+        list_all(config)
+    config.validation.enable = False
+    assert list_all(config).validation_sets == {}
 
 
 def test_a_wrong_field_shows_before_the_start(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_each_source_that_cannot_be_listed_is_told_at_its_line(
 
 def test_the_mixture_of_the_docs_is_read_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [part.split("```")[0] for part in DOCS.read_text().split("```toml\n")[1:]]
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for i, block in enumerate(blocks):
         (tmp_path / f"{i}.toml").write_text(block)
         load([str(tmp_path / f"{i}.toml")])
@@ -121,8 +121,9 @@ def test_the_mixture_of_the_docs_is_read_and_trained_on(tmp_path: Path, monkeypa
 
     assert tokenize.main(["texts", "my_tokens"]) == 0
     assert data_problems(config, tmp_path / "run") == []
-    for loader in build_dataloaders(config, list_all(config), ByteTokenizer(), 0, 1):
-        assert loader is not None and next(iter(loader))[1].shape == (8, 16)
+    training, validation = build_dataloaders(config, list_all(config), ByteTokenizer(), 0, 1)
+    for loader in (training, validation[""]):
+        assert next(iter(loader))[1].shape == (8, 16)
 
 
 def _two_ranks(rank: int, folder: str) -> None:

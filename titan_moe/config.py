@@ -352,9 +352,30 @@ class Loss:
 
 
 @dataclass(kw_only=True)
+class ValidationSet:
+    """One [[validation.sets]] entry."""
+
+    name: str
+    """What it is called in the log: validation_loss/NAME and validation_perplexity/NAME"""
+
+    dataset: str
+    """As training.dataset"""
+
+    text_field: str | None = None
+    """Unset: training.dataloader.text_field"""
+
+    on_error: Literal["raise", "skip"] | None = None
+    """Unset: training.dataloader.on_error"""
+
+
+@dataclass(kw_only=True)
 class Validation:
     enable: bool = False
     """Report the loss on held-out documents"""
+
+    sets: list[ValidationSet] = field(default_factory=list)
+    """Further documents, each a [[validation.sets]] with name, dataset, text_field, on_error, and with a loss and a
+    perplexity of its own"""
 
     dataset: str = ""
     """As training.dataset; empty: the documents of training.dataset that `holdout` keeps away from training"""
@@ -479,6 +500,10 @@ class Checkpoint:
     initial_load_path: str = ""
     """What to start from when the run folder holds no checkpoint: one of another run, or a Hugging Face folder
     (config.json and safetensors in bfloat16, float16, float32, or FP8 as DeepSeek publishes)"""
+
+    upcycle: bool = False
+    """initial_load_path is a Hugging Face folder of a dense model (Qwen3, Mistral, Llama): every expert begins as its
+    feed-forward, and the loss as its loss (docs/hugging_face.md)"""
 
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path, not optimizer, schedule and data position"""

@@ -29,6 +29,7 @@ from titan_moe import (
     te_precision_check,
     te_router_check,
     titan_dispatchers_check,
+    upcycle_check,
 )
 from titan_moe.config import Config
 from titan_moe.mesh_check import (
@@ -146,6 +147,7 @@ def check(config: Config, world_size: int, *, accelerator: bool = False) -> list
     found += te_precision_check.check(config)
     found += optimizer_check.check(config)
     found += export_check.check(config, flavor)
+    found += upcycle_check.check(config, flavor)
     found += profiling_check.check(config, world_size, unsound)
     found += cuda_graph_check.check(config)
     found += _recompute(config, flavor)
@@ -248,6 +250,7 @@ def _files(config: Config) -> list[str]:
     if not config.training.dataset and not config.training.mixture:
         found.append('training.dataset = "": must name a dataset, for example "python_stdlib"')
     found += mixture_check.check(config.training.mixture)
+    found += mixture_check.check_sets(config.validation.sets)
     for path in FOLDERS:
         folder = attrgetter(path)(config)
         parts = PurePath(folder.strip()).parts

@@ -49,20 +49,24 @@ def convert(checkpoint: Path, out: Path, dtype: torch.dtype | None, verify: str 
     if out.exists():
         raise ValueError(f"{out} is there already: name a folder that is not")
     config = configuration(checkpoint)
-    if verify != "none":
-        try:
-            files = checkpoint_folder.read_manifest(checkpoint).files
-            checkpoint_folder.check_sizes(checkpoint, files)
-        except (Damaged, ForeignFormat) as damage:
-            raise ValueError(
-                f"The checkpoint {checkpoint} is damaged: {damage}; --verify none takes it anyway"
-            ) from damage
-        if verify == "full":
-            logger.info(f"Verifying {len(files)} files of {checkpoint}")
-            if problem := checkpoint_folder.check_hashes(checkpoint, files):
-                raise ValueError(f"The checkpoint {checkpoint} is damaged: {problem}; --verify none takes it anyway")
+    require_undamaged(checkpoint, verify)
     out.parent.mkdir(parents=True, exist_ok=True)
     export(config, checkpoint, out, dtype)
+
+
+def require_undamaged(checkpoint: Path, verify: str) -> None:
+    """Raises ValueError if the checkpoint is not as it was written, as far as checkpoint.verify = `verify` looks."""
+    if verify == "none":
+        return
+    try:
+        files = checkpoint_folder.read_manifest(checkpoint).files
+        checkpoint_folder.check_sizes(checkpoint, files)
+    except (Damaged, ForeignFormat) as damage:
+        raise ValueError(f"The checkpoint {checkpoint} is damaged: {damage}; --verify none takes it anyway") from damage
+    if verify == "full":
+        logger.info(f"Verifying {len(files)} files of {checkpoint}")
+        if problem := checkpoint_folder.check_hashes(checkpoint, files):
+            raise ValueError(f"The checkpoint {checkpoint} is damaged: {problem}; --verify none takes it anyway")
 
 
 def configuration(checkpoint: Path) -> Config:

@@ -292,8 +292,9 @@ def build_dataloader(
 
 def build_dataloaders(
     config: Config, listing: Listing, tokenizer: Tokenizer, dp_rank: int, dp_degree: int
-) -> tuple[PackedDataLoader, PackedDataLoader | None]:
-    """The loaders of [training] and, where enabled, [validation]."""
+) -> tuple[PackedDataLoader, dict[str, PackedDataLoader]]:
+    """The loaders of [training] and, where enabled, [validation]: by the names of its sets, "" for held-out documents
+    or validation.dataset."""
     batch = microbatch_size(config)
     build = partial(
         build_dataloader, config, tokenizer=tokenizer, dp_rank=dp_rank, dp_degree=dp_degree, local_batch_size=batch
@@ -304,5 +305,7 @@ def build_dataloaders(
             f"Data: {source.dataset} ({source.kind}, {size}, {len(source.pieces)} pieces), weight {source.weight}"
         )
     training = build(sources=listing.training, seed=config.debug.seed)
-    held_out = listing.validation
-    return training, None if held_out is None else build(sources=held_out, seed=0)  # the same samples in every run
+    sets = {} if listing.validation is None else {"": listing.validation}
+    sets |= {name: [source] for name, source in listing.validation_sets.items()}
+    # The same samples in every run.
+    return training, {name: build(sources=sources, seed=0) for name, sources in sets.items()}

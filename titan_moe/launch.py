@@ -13,7 +13,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_moe import checkpoint_folder, config_file, config_help, placement, run_folder, titan_dispatchers_check
+from titan_moe import (
+    checkpoint_folder,
+    config_file,
+    config_help,
+    placement,
+    run_folder,
+    titan_dispatchers_check,
+    upcycle_check,
+)
 from titan_moe.config import Config
 from titan_moe.config_check import NEEDS_GPU
 from titan_moe.config_file import ConfigError, Loaded
@@ -108,6 +116,7 @@ def _named(config: Config, problems: list[str]) -> list[str]:
     keys = keys or {config.training.dataset: "training"}
     if config.validation.dataset:
         keys = {config.validation.dataset: "validation"} | keys
+    keys = {each.dataset: f"validation.sets[{i}]" for i, each in enumerate(config.validation.sets)} | keys
     for name, key in keys.items():
         start, mixed = f'dataset = "{name}":', f'training.mixture, "{name}"'
         problems = [f"{key}.{problem}" if problem.startswith(start) else problem for problem in problems]
@@ -127,6 +136,8 @@ def _checkpoints(config: Config, folder: Path) -> list[str]:
             found.append(f"checkpoint.initial_load_path = {start!r}: {problem}")
         elif checkpoint_folder.is_hugging_face(Path(start)):
             found += huggingface_check.problems(config, Path(start))
+        elif config.checkpoint.upcycle:
+            found.append(upcycle_check.no_dense_model(start))
     if step >= 0 and step not in steps:
         found.append(f"checkpoint.load_step = {step}: {folder} has steps {steps}; choose one, or -1 for the newest")
     elif step >= 0 and (newer := [there for there in steps if there > step]):

@@ -10,7 +10,9 @@ Only rank 0 writes. Units: tokens and seconds of one rank; tps is tokens per sec
 
 import json
 import math
+import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ from titan_moe.phase_names import OUTSIDE
 from titan_moe.phases import Phases
 from titan_moe.recompiles import Recompiles
 from titan_moe.trackers import Guarded, JsonLines, dashboards
+
+
+LOSS, PERPLEXITY = "validation_loss", "validation_perplexity"
+"""Of held-out documents; "/NAME" follows for those of validation.sets"""
 
 
 class Metrics:
@@ -68,11 +74,11 @@ class Metrics:
         grad_norm: float,
         lr: float,
         tokens_seen: int,
-        validation_loss: float | None = None,
+        validation_loss: Mapping[str, float] | None = None,
         **more: Any,
     ) -> None:
-        """Write the line of `step`. `more`: further quantities of the caller, by name, into metrics.jsonl and
-        dashboards: numbers, and the experts' loads as lists."""
+        """Write the line of `step`. `validation_loss`: of each set; "" is the unnamed one. `more`: further quantities
+        of the caller, by name, into metrics.jsonl and dashboards: numbers, and the experts' loads as lists."""
         spent = self.phases.host_seconds
         seconds = time.perf_counter() - self.interval_started - sum(spent[name] for name in OUTSIDE)
         tps = self.tokens / seconds
@@ -96,7 +102,7 @@ class Metrics:
                 "data_percent": data_percent,
                 "memory_gib": memory["memory/max_reserved(GiB)"],
                 "tokens_seen": tokens_seen,
-                **({} if validation_loss is None else {"validation_loss": validation_loss}),
+                **_held_out(validation_loss or {}),
                 **({} if self.recompiles is None else {"compile/recompiles": self.recompiles.count}),
                 **more,
             }
@@ -132,8 +138,15 @@ class Metrics:
             f"lr: {record['lr']:.2e}  data: {record['data_percent']:.1f}%  {_balance(record)}{_skipped(record)}"
             f"{100 * step / steps:5.1f}%  eta: {_duration(eta)}"
         )
-        if "validation_loss" in record:
-            logger.info(f"{c.yellow}validate step: {step:2}  {c.green}loss: {record['validation_loss']:7.4f}{c.reset}")
+        for key, loss in record.items():
+            if key == LOSS:
+                logger.info(f"{c.yellow}validate step: {step:2}  {c.green}loss: {loss:7.4f}{c.reset}")
+            elif key.startswith(f"{LOSS}/"):
+                name = key.removeprefix(f"{LOSS}/")
+                logger.info(
+                    f"{c.yellow}validate step: {step:2}  {name}: {c.green}loss: {loss:7.4f}  "
+                    f"perplexity: {record[f'{PERPLEXITY}/{name}']:.2f}{c.reset}"
+                )
 
     def _tags(self, record: dict[str, Any], memory: dict[str, float]) -> dict[str, Any]:
         """The record under the names that torchtitan gives to dashboards, where it has one."""
@@ -153,13 +166,27 @@ class Metrics:
             "validation_metrics/loss": record.get("validation_loss"),
         }
         known = {"step", "attempt", "loss", "time_s", "memory_gib", "data_percent", "step_s", "validation_loss"}
-        return tags | {key: value for key, value in record.items() if key not in known and key not in tags}
+        more = {key: value for key, value in record.items() if key not in known and key not in tags}
+        renamed = (re.sub("^validation_(?=loss/|perplexity/)", "validation_metrics/", key) for key in more)
+        return tags | dict(zip(renamed, more.values()))
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
         for dashboard in self.dashboards:
             dashboard.close()
+
+
+def _held_out(losses: Mapping[str, float]) -> dict[str, float]:
+    """What is told of validation sets; perplexity, e to the loss, only of those with a name, beside which there are
+    others to compare with."""
+    found = {}
+    for name, loss in losses.items():
+        if name:
+            found |= {f"{LOSS}/{name}": loss, f"{PERPLEXITY}/{name}": math.exp(loss) if loss < 700 else math.inf}
+        else:
+            found[LOSS] = loss
+    return found
 
 
 def _balance(record: dict[str, Any]) -> str:

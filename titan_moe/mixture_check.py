@@ -5,10 +5,11 @@ nothing but the schema.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from math import ceil
 
-from titan_moe.config import DataSource
+from titan_moe.config import DataSource, ValidationSet
 
 MIN_BLOCK, MAX_BLOCK = 1 << 10, 1 << 20
 POINTS = 16  # of the lightest source in a block, so that it comes up regularly
@@ -40,6 +41,22 @@ def check_entry(i: int, source: DataSource) -> list[str]:
             f"{entry}.weight = {source.weight}: must be greater than 0 and finite, a share relative to the other "
             "entries"
         )
+    return found
+
+
+def check_sets(sets: Sequence[ValidationSet]) -> list[str]:
+    """What is wrong with validation.sets: their names are part of those of quantities in logs."""
+    found, first = [], dict[str, int]()
+    for i, each in enumerate(sets):
+        entry = f"validation.sets[{i}]"
+        if not re.fullmatch(r"[\w.+-]{1,60}", each.name):
+            found.append(f'{entry}.name = "{each.name}": must have 1 to 60 letters, digits or any of _ . + -')
+        elif first.setdefault(each.name, i) != i:
+            found.append(
+                f'{entry}.name = "{each.name}": is also validation.sets[{first[each.name]}].name; give each its own'
+            )
+        if not each.dataset:
+            found.append(f'{entry}.dataset = "": must name a dataset, for example "python_stdlib"')
     return found
 
 

@@ -66,7 +66,7 @@ def resume_problems(config: Config, listing: Listing, folder: Path) -> list[str]
 def source_problems(listing: Listing, tokenizer: Tokenizer) -> list[str]:
     """Token ids of another tokenizer; a first document that cannot be used."""
     found = []
-    for source in (*listing.training, *(listing.validation or [])):
+    for source in listing.everything():
         if source.kind == "tokens":
             found += _other_tokenizer(source, tokenizer)
             if source.add_bos is not None or source.add_eos is not None:

@@ -49,6 +49,7 @@ SHORT: dict[str, Any] = {
     "compile.enable": False,
     "metrics.log_freq": 1,
     "validation.dataset": "",
+    "validation.sets": [],
     "plan.hardware": "",
     "plan.gpus": None,
 }

@@ -78,16 +78,17 @@ def _resident(field: str) -> int:
     return 1024 * int(kib)
 
 
-def training(tell: Callable[[Any], None], argv: list[str]) -> None:
-    """train.py's main, in the process group that is there."""
+def training(tell: Callable[[Any], None], *argvs: list[str]) -> None:
+    """train.py's main, in the process group that is there; once for each of `argvs`."""
     os.environ["RUN_ID"] = "hf"
     runtime.init_process_group = lambda config, run_folder: torch.device("cpu")
-    config = train.config_file.load(argv, dist.get_world_size())
-    train.config_file.raise_on_problems(config, dist.get_world_size())
-    run = train.build(config)
-    try:
-        train.train(run)
-    finally:
-        run.checkpointer.close()
-        run.metrics.close()
+    for argv in argvs:
+        config = train.config_file.load(argv, dist.get_world_size())
+        train.config_file.raise_on_problems(config, dist.get_world_size())
+        run = train.build(config)
+        try:
+            train.train(run)
+        finally:
+            run.checkpointer.close()
+            run.metrics.close()
     tell("done")

@@ -23,6 +23,7 @@ from titan_moe.report import charts, heat, page, phases
 from titan_moe.report.against_plan import compare
 from titan_moe.report.page import make
 from titan_moe.report.read import Loads, Series, read
+from titan_moe.report.summary import numbers
 
 from .folders import line, loads, write
 from .folders import phases as phases_of
@@ -82,6 +83,20 @@ def test_only_its_own_scripts_may_run(tmp_path):
     assert not any("src" in attributes for _, attributes in seen.tags)
     assert [a["href"] for _, a in seen.tags if "href" in a] == ["data:,"]
     assert "Permission is hereby granted" in seen.scripts[1]  # uPlot's license goes with it
+
+
+def test_validation_sets_are_curves_and_tiles(tmp_path):
+    sets = {"validation_loss/code": 2.0, "validation_perplexity/code": math.exp(2.0)}
+    run = read(write(tmp_path / "run", [line(1), line(2, validation_loss=3.0, **sets)]))
+    charts = {chart["title"]: chart for chart in Seen(make([run])).data()["charts"]}
+    assert [curve["label"] for curve in charts["Loss"]["curves"]] == ["training", "validation", "code"]
+    assert [curve["points"] for curve in charts["Loss"]["curves"]] == [False, True, True]
+    (perplexity,) = charts["Validation perplexity"]["curves"]
+    assert (perplexity["label"], perplexity["x"], perplexity["y"]) == ("code", [2], [7.38906])
+    assert not any(title.startswith("validation_") for title in charts)
+    tile = next(number for number in numbers(run) if number.label == "loss on code")
+    assert (tile.text, tile.note) == ("2.0000", "perplexity 7.3891")
+    assert "Validation perplexity" not in Seen(make([read(write(tmp_path / "other", [line(1)]))])).text
 
 
 def test_no_nan_in_the_data(tmp_path):

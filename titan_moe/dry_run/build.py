@@ -112,7 +112,7 @@ def build(config: Config, world_size: int, rank: int, fake: FakeTensorMode) -> t
         optimizers=optimizers,
         guard=guard,
         dataloader=cast(Any, None),
-        validation_dataloader=None,
+        validation_dataloaders={},
         checkpointer=cast(Any, SimpleNamespace(maybe_wait_for_staging=lambda: None)),
         metrics=cast(Any, SimpleNamespace(count=lambda tokens: None)),
         telemetry=cast(Any, SimpleNamespace(phase=nullcontext, backward=nullcontext)),

@@ -12,7 +12,7 @@ from titan_moe.flavors import Flavor
 from titan_moe.huggingface import folder as hf_folder
 from titan_moe.huggingface import model_config
 from titan_moe.huggingface.folder import CONFIG, ITEM_BYTES, Stored
-from titan_moe.huggingface.names import CORRECTION, Weight, weights
+from titan_moe.huggingface.names import CORRECTION, Weight, weights, weights_from_dense
 
 SCALE = "_scale_inv"
 """What FP8 files append to a weight's name for its scales"""
@@ -29,7 +29,7 @@ def problems(config: Config, path: Path) -> list[str]:
         content = hf_folder.read_json(path / CONFIG)
     except ValueError as error:
         return [_of(path, str(error))]
-    found = model_config.disagreements(content, config.model.name, flavor)
+    found = model_config.disagreements(content, config.model.name, flavor, dense=config.checkpoint.upcycle)
     if found:  # names and shapes would only say the same again
         return [_of(path, problem) for problem in found]
     block, quantized = block_size(content)
@@ -37,8 +37,16 @@ def problems(config: Config, path: Path) -> list[str]:
     stored, broken = hf_folder.tensors(path)
     found += _some(broken, "")
     if not broken:
-        found += tensor_problems(flavor, has_bias(config), stored, block)
+        found += tensor_problems(flavor, wanted_weights(config, content), stored, block)
     return [_of(path, problem) for problem in found]
+
+
+def wanted_weights(config: Config, content: Mapping[str, Any]) -> list[Weight]:
+    """What is to be read from a folder with this config.json."""
+    flavor = model_flavor(config)
+    if config.checkpoint.upcycle:
+        return weights_from_dense(flavor, tied=bool(content.get("tie_word_embeddings")))
+    return weights(flavor, has_bias(config))
 
 
 def _of(path: Path, problem: str) -> str:
@@ -80,11 +88,13 @@ def _layer(name: str) -> int:
     return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdecimal() else -1
 
 
-def tensor_problems(flavor: Flavor, bias: bool, stored: Mapping[str, Stored], block: tuple[int, int]) -> list[str]:
-    """Missing and unexpected names, shapes and types. `bias`: the model's routers have a correction bias."""
-    missing, other, wanted = [], [], weights(flavor, bias)
+def tensor_problems(
+    flavor: Flavor, wanted: list[Weight], stored: Mapping[str, Stored], block: tuple[int, int]
+) -> list[str]:
+    """Missing and unexpected names, shapes and types."""
+    missing, other = [], []
     for weight in wanted:
-        for name in weight.names():
+        for name in dict.fromkeys(weight.names()):
             if name not in stored:
                 missing.append(name)
                 continue

@@ -28,14 +28,14 @@ from torchtitan.tools.logging import logger
 
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
-from titan_moe.export_check import has_bias
 from titan_moe.huggingface import check
 from titan_moe.huggingface import folder as hf_folder
 from titan_moe.huggingface.folder import Stored
-from titan_moe.huggingface.names import BIAS, Weight, weights
+from titan_moe.huggingface.names import BIAS, Weight
 from titan_moe.model import local_slice
 from titan_moe.moe.names import FUSED, GATE, UP, split_w13
 
+GATE_OF_ROUTER = "moe.router.gate.weight"
 LINE_EVERY = 10.0  # seconds between two progress lines
 
 
@@ -56,8 +56,8 @@ class Piece:
 def load(path: Path, config: Config, model_parts: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
     """Fill the model's weights and router biases from a Hugging Face folder. All ranks call it. `group`: to agree in on
     how it went. Raises ValueError on all of them if the folder is not whole, or is of another model."""
-    stored, block = runtime.on_rank_0(lambda: _look(path, config))
-    wanted = {weight.ours: weight for weight in weights(model_flavor(config), has_bias(config))}
+    stored, block, found_weights = runtime.on_rank_0(lambda: _look(path, config))
+    wanted = {weight.ours: weight for weight in found_weights}
     problem = None
     try:
         _read(path, list(pieces(model_parts, wanted, stored)), stored, block)
@@ -69,20 +69,27 @@ def load(path: Path, config: Config, model_parts: Sequence[nn.Module], group: di
         raise ValueError(f"checkpoint.initial_load_path = {str(path)!r} could not be read; {said}")
 
 
-def _look(path: Path, config: Config) -> tuple[dict[str, Stored], tuple[int, int]]:
-    """On rank 0: what is where. Raises ValueError with everything that is wrong."""
+def _look(path: Path, config: Config) -> tuple[dict[str, Stored], tuple[int, int], list[Weight]]:
+    """On rank 0: what is where, and wanted. Raises ValueError with everything that is wrong."""
     if problems := check.problems(config, path):
         raise ValueError("\n".join(problems))
     stored, _ = hf_folder.tensors(path)
     flavor, content = model_flavor(config), hf_folder.read_json(path / hf_folder.CONFIG)
-    beyond, _ = check.left_out(flavor, weights(flavor, has_bias(config)), stored)
+    wanted = check.wanted_weights(config, content)
+    beyond, _ = check.left_out(flavor, wanted, stored)
     if beyond:
         layers = sorted({int(name.split(".")[2]) for name in beyond})
         logger.info(
             f"Left out of {path}: {len(beyond)} tensors of layers {layers}, multi-token prediction that "
             f"model.num_mtp_layers = {flavor.num_mtp_layers} does not have"
         )
-    return stored, check.block_size(content)[0]
+    if config.checkpoint.upcycle:
+        tied = "; its tied head becomes a weight of its own" if content.get("tie_word_embeddings") else ""
+        logger.info(
+            f"Upcycling: each of the {flavor.num_experts} experts of a layer begins as the feed-forward of {path}; "
+            f"routers begin as the seed has them{tied}"
+        )
+    return stored, check.block_size(content)[0], wanted
 
 
 def tensors(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
@@ -105,9 +112,11 @@ def tensors(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor, tup
 def pieces(
     model_parts: Sequence[nn.Module], wanted: Mapping[str, Weight], stored: Mapping[str, Stored]
 ) -> Iterator[Piece]:
-    """What this rank reads. A router bias that the files do not have stays as it is."""
+    """What this rank reads. A router that comes from nowhere, or a bias that the files do not have, stays as it is."""
     for name, local, offset in tensors(model_parts):
-        weight = wanted[name]
+        if (weight := wanted.get(name)) is None:
+            assert name.endswith((GATE_OF_ROUTER, BIAS)), name
+            continue
         names = weight.names()
         if local.numel() == 0 or (name.endswith(BIAS) and names[0] not in stored):
             continue

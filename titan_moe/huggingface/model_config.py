@@ -31,6 +31,9 @@ FAMILIES = {
 }
 """model_type of config.json: model.name here"""
 
+DENSE_FAMILIES = {"qwen3": "qwen3", "mistral": "mixtral", "llama": "mixtral"}
+"""The same for dense models that an MoE can begin from"""
+
 REQUIRED = object()
 
 
@@ -53,6 +56,7 @@ class Field:
 FIXED: list[tuple[str, Any, str]] = [
     ("hidden_act", "silu", "this trainer's feed-forwards are SwiGLU"),
     ("attention_bias", False, "this trainer's projections have no biases"),
+    ("mlp_bias", False, "this trainer's projections have no biases"),
     ("tie_word_embeddings", False, "the head of this trainer's models is a weight of its own, not the embedding"),
     ("moe_layer_freq", 1, "this trainer has experts in every layer behind the dense ones"),
     ("decoder_sparse_step", 1, "this trainer has experts in every layer"),
@@ -76,9 +80,16 @@ def fields_of(f: Flavor, kind: str) -> list[Field]:
         Field("hidden_size", "dim", f.dim),
         Field("num_hidden_layers", "n_layers", f.n_layers),
         Field("num_attention_heads", "n_heads", f.n_heads),
-        Field("num_experts_per_tok", "top_k", f.top_k),
         Field("rms_norm_eps", "norm_eps", f.norm_eps, 1e-5 if kind == "mixtral" else 1e-6),
     ]
+    if kind in DENSE_FAMILIES:
+        return [
+            *common,
+            Field("num_key_value_heads", "num_kv_heads", f.num_kv_heads),
+            Field("head_dim", "qk_rope_head_dim", f.qk_rope_head_dim, 128 if kind == "qwen3" else f.dim // f.n_heads),
+            Field("intermediate_size", "moe_hidden_dim", f.moe_hidden_dim),
+        ]
+    common.insert(-1, Field("num_experts_per_tok", "top_k", f.top_k))
     if kind in ("qwen3_moe", "mixtral"):
         hidden = "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"
         experts = ("num_local_experts", "num_experts") if kind == "mixtral" else ("num_experts", "num_local_experts")
@@ -118,18 +129,29 @@ def fields_of(f: Flavor, kind: str) -> list[Field]:
 # Import
 
 
-def disagreements(content: dict[str, Any], name: str, f: Flavor) -> list[str]:
-    """What a config.json says otherwise than the configuration, whose model.name is `name`: each with both values."""
+def disagreements(content: dict[str, Any], name: str, f: Flavor, *, dense: bool = False) -> list[str]:
+    """What a config.json says otherwise than the configuration, whose model.name is `name`: each with both values.
+    `dense`: it is of a dense model, whose feed-forward becomes every expert (names.py)."""
     kind = content.get("model_type")
-    if FAMILIES.get(kind) != name:  # type: ignore[arg-type]
-        known = FAMILIES.get(kind)  # type: ignore[arg-type]
-        remedy = f'set model.name = "{known}"' if known else f"it must be one of {', '.join(FAMILIES)}"
+    families, others = (DENSE_FAMILIES, FAMILIES) if dense else (FAMILIES, DENSE_FAMILIES)
+    if families.get(kind) != name:  # type: ignore[arg-type]
+        known = families.get(kind)  # type: ignore[arg-type]
+        remedy = f'set model.name = "{known}"' if known else f"it must be one of {', '.join(families)}"
+        if kind in others and dense:
+            return [f"config.json: model_type = {kind!r} has experts already: leave checkpoint.upcycle out"]
+        if kind in others:
+            remedy += (
+                f'; or, to begin as this dense model, set model.name = "{others[kind]}" and checkpoint.upcycle = true'
+            )
         return [f'config.json: model_type = {kind!r}, but model.name = "{name}" here; {remedy}']
     found = []
     for key, only, why in FIXED:
+        if dense and key == "tie_word_embeddings":  # then the embedding is read twice
+            continue
         if (value := content.get(key, only)) not in (only, None):
             found.append(f"config.json: {key} = {value!r}: {why}; its weights cannot be loaded")
-    if kind == "mixtral" and (window := content.get("sliding_window")):
+    window = content.get("sliding_window", 4096 if kind == "mistral" else None)
+    if kind in ("mixtral", "mistral") and window:
         found.append(f"config.json: sliding_window = {window}: this trainer's attention has no window")
     if content.get("topk_method") == "group_limited_greedy":
         found.append(

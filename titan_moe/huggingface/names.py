@@ -12,7 +12,7 @@ Imports no torch: the check before torchrun uses it too.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from titan_moe.flavors import Flavor
@@ -82,6 +82,28 @@ def weights(f: Flavor, bias: bool) -> list[Weight]:
     found.append(Weight("norm.weight", "model.norm.weight", (width,)))
     heads = tuple(f"{layer}.shared_head.head.weight" for layer in mtp)
     found.append(Weight("lm_head.weight", "lm_head.weight", (rows, width), copies=heads))
+    return found
+
+
+DENSE = {"w1_EFD": "gate_proj", "w3_EFD": "up_proj", "w2_EDF": "down_proj"}
+"""Our stacks of expert weights: the matrix of a dense feed-forward that each expert begins as"""
+
+
+def weights_from_dense(f: Flavor, tied: bool) -> list[Weight]:
+    """Where the weights of a model of GQA layers come from in a dense model ("upcycling", arXiv 2212.05055): all
+    experts of a layer from its one feed-forward. Routers come from nowhere, and keep their initial values. `tied`: the
+    dense model's head is its embedding."""
+    found = []
+    for weight in weights(f, bias=False):
+        if weight.experts:
+            layer, matrix = weight.ours.split(".")[1], DENSE[weight.ours.rpartition(".")[2]]
+            found.append(replace(weight, theirs=f"model.layers.{layer}.mlp.{matrix}.weight"))
+        elif tied and weight.ours == "tok_embeddings.weight":
+            found.append(replace(weight, copies=("lm_head.weight",)))
+        elif tied and weight.ours == "lm_head.weight":
+            found.append(replace(weight, theirs="model.embed_tokens.weight"))
+        elif ".moe.router." not in weight.ours:
+            found.append(weight)
     return found
 
 

@@ -31,12 +31,22 @@ class Chart:
     """Is shown only where it is not 0 all the time"""
     instead_of: str = ""
     """Is shown only where this key has no values"""
+    further: str = ""
+    """Keys that begin so are curves too, called what follows"""
     scale: float = 1.0
     """What values are multiplied by to be in the unit"""
 
 
 CHARTS = (
-    Chart("Loss", "nats per token", {"loss": "training", "validation_loss": "validation"}, log=True, smooth=True),
+    Chart(
+        "Loss",
+        "nats per token",
+        {"loss": "training", "validation_loss": "validation"},
+        log=True,
+        smooth=True,
+        further="validation_loss/",
+    ),
+    Chart("Validation perplexity", "e to the loss", {}, log=True, further="validation_perplexity/"),
     Chart("Gradient norm", "before clipping", {"grad_norm": ""}, log=True, smooth=True),
     Chart("Learning rate", "", {"lr": ""}),
     Chart("Throughput", "tokens/s per device", {"tps": ""}, group="speed", smooth=True),
@@ -117,9 +127,9 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
         if chart.instead_of and any(_known(run, chart.instead_of) for run in runs):
             continue
         curves = {key: label for key, label in chart.curves.items() if any(_known(run, key) for run in runs)}
-        if chart.title == "Loss":  # of further validation sets
-            more = sorted({key for run in runs for key in run.series if key.startswith("validation_loss/")})
-            curves |= {key: key.removeprefix("validation_loss/") for key in more}
+        if chart.further:
+            more = sorted({key for run in runs for key in run.series if key.startswith(chart.further)})
+            curves |= {key: key.removeprefix(chart.further) for key in more}
         if chart.rare and not any(any(run.series[key].values) for run in runs for key in curves if key in run.series):
             continue
         if curves:
@@ -153,7 +163,7 @@ def payload(runs: Sequence[Run], chosen: Sequence[Chart]) -> list[dict[str, Any]
             "log": chart.log,
             "smooth": chart.smooth,
             "curves": [
-                {"run": i, "label": label, "points": key.startswith("validation_loss")}
+                {"run": i, "label": label, "points": key.startswith("validation_")}
                 | curve(run.series[key], buckets, chart.scale, chart.smooth)
                 for key, label in chart.curves.items()
                 for i, run in enumerate(runs)

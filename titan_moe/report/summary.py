@@ -43,6 +43,10 @@ def numbers(run: Run) -> list[Number]:
     add("step", run.last_step or None, "{:,}", steps)
     add("loss", run.last("loss"), "{:.4f}", at(run, "loss"))
     add("validation loss", run.last("validation_loss"), "{:.4f}", at(run, "validation_loss"))
+    for key in (key for key in run.series if key.startswith("validation_loss/")):
+        name = key.removeprefix("validation_loss/")
+        perplexity = run.last(f"validation_perplexity/{name}")
+        add(f"loss on {name}", run.last(key), "{:.4f}", "" if perplexity is None else f"perplexity {show(perplexity)}")
     world = run.facts.get("world")
     rate = typical(run.series.get("tps"))
     all_devices = f"of {large(rate * world)} on all {world:,}" if rate and isinstance(world, int) and world > 1 else ""

@@ -39,6 +39,9 @@ class Listing:
     settings: dict[str, float] = field(default_factory=dict)
     """Keys that, as the files do, decide about the order of the samples"""
 
+    validation_sets: dict[str, Source] = field(default_factory=dict)
+    """Those of validation.sets, by their names"""
+
     def summary(self) -> list[dict[str, Any]]:
         """For run.json."""
         return [
@@ -52,9 +55,16 @@ class Listing:
                 "bytes": sum(file.size for file in source.files),
                 "fingerprint": source.fingerprint,
             }
-            for part, sources in (("training", self.training), ("validation", self.validation or []))
+            for part, sources in self._parts().items()
             for source in sources
         ]
+
+    def everything(self) -> list[Source]:
+        return [source for sources in self._parts().values() for source in sources]
+
+    def _parts(self) -> dict[str, list[Source]]:
+        sets = {f"validation, {name}": [source] for name, source in self.validation_sets.items()}
+        return {"training": self.training, "validation": self.validation or [], **sets}
 
 
 class Unlisted(ValueError):
@@ -86,10 +96,17 @@ def list_all(config: Config) -> Listing:
     if config.validation.enable and config.validation.dataset:
         # Another seed: not training's synthetic text.
         validation = all_listed([DataSource(dataset=config.validation.dataset)], -1)
+    specs = [
+        DataSource(dataset=each.dataset, text_field=each.text_field, on_error=each.on_error)
+        for each in (config.validation.sets if config.validation.enable else [])
+    ]
+    sets = all_listed(specs, -1)
     if problems:
         raise Unlisted(*dict.fromkeys(problems))
     _refuse_twice(training, validation or [])
-    sources = (*training, *(validation or []))
+    for source in sets:  # one may be part of another
+        _refuse_twice(training, [source])
+    sources = (*training, *(validation or []), *sets)
     files = {source.dataset: _digests(source.files) for source in sources}
     written = {source.dataset: {file.name: file.written for file in source.files} for source in sources}
     if config.validation.enable and validation is None:
@@ -106,7 +123,8 @@ def list_all(config: Config) -> Listing:
     if len(training) > 1:
         settings |= {f"training.mixture[{i}].weight": source.weight for i, source in enumerate(training)}
     held_out = None if validation is None else list(map(printed, validation))
-    return Listing(list(map(printed, training)), held_out, files, written, settings)
+    named = {each.name: printed(source) for each, source in zip(config.validation.sets, sets)}
+    return Listing(list(map(printed, training)), held_out, files, written, settings, named)
 
 
 def _refuse_twice(training: list[Source], validation: list[Source]) -> None:
