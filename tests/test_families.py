@@ -84,15 +84,21 @@ def test_qwen3s_sizes_are_those_of_torchtitan(name):
     assert f.rope_theta == 1e6 and attention.rope.theta in (1e6, 5e6)
 
 
-# Totals: numbers of parameters that the safetensors of these models on Hugging Face come to (DeepSeek-V3's without its
-# MTP module and biases). Active ones, with embedding and head, rounded: DeepSeek-V3's 37B, Qwen3's 3.3B and 22B,
-# Mixtral's 12.9B are their authors'; V2-Lite's 2.4B leave the embedding out.
+# Totals: numbers of parameters that the safetensors of these models on Hugging Face come to, without MTP module and
+# router biases (of Kimi-K2, whose authors say 1.04T, 60 x 384; Moonlight's files have 26 x 64 biases and 27 x 64
+# numbers more, as many as rotary tables would). Active ones, with embedding and head,
+# rounded: DeepSeek-V2's 21B, V3's 37B, Kimi-K2's 32B, Qwen3's 3.3B and 22B, Mixtral's 12.9B and 39B are their authors';
+# V2-Lite's 2.4B and Moonlight's 2.24B leave embeddings out.
 PUBLISHED = [
     ("deepseek_v3", "16B", "deepseek-ai/DeepSeek-V2-Lite", 15_706_484_224, 2.66e9),
+    ("deepseek_v3", "236B", "deepseek-ai/DeepSeek-V2", 235_741_434_880, 21.4e9),
     ("deepseek_v3", "671B", "deepseek-ai/DeepSeek-V3", 671_026_404_352, 37.6e9),
+    ("deepseek_v3", "Moonlight-16B-A3B", "moonshotai/Moonlight-16B-A3B", 15_960_108_544, 2.91e9),
+    ("deepseek_v3", "Kimi-K2", "moonshotai/Kimi-K2-Instruct", 1_026_408_232_448 - 60 * 384, 32.9e9),
     ("qwen3", "30B-A3B", "Qwen/Qwen3-30B-A3B", 30_532_122_624, 3.35e9),
     ("qwen3", "235B-A22B", "Qwen/Qwen3-235B-A22B", 235_093_634_560, 22.2e9),
     ("mixtral", "8x7B", "mistralai/Mixtral-8x7B-v0.1", 46_702_792_704, 12.9e9),
+    ("mixtral", "8x22B", "mistralai/Mixtral-8x22B-v0.1", 140_630_071_296, 39.2e9),
 ]
 
 

@@ -43,24 +43,34 @@ def sizes_of(config: Any) -> dict[str, object]:
         "mscale": attention.mscale,
         "rope_theta": rope.theta,
         "rope_factor": rope.rope_factor,
+        "rope_beta_fast": rope.beta_fast,
         "max_seq_len": rope.max_seq_len,
         "original_seq_len": rope.original_seq_len,
     }
 
 
-@pytest.mark.parametrize("name", ["16B", "236B", "671B"])
+@pytest.mark.parametrize("name", ["16B", "236B", "671B", "Moonlight-16B-A3B", "Kimi-K2"])
 def test_sizes_are_those_of_torchtitan(name: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
         torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan asks while it is imported
-    from torchtitan.models.deepseek_v3 import model_registry
+    from torchtitan.models import deepseek_v3, kimi_k2_7
 
-    sizes = sizes_of(model_registry(name).model)
+    if name in ("Moonlight-16B-A3B", "Kimi-K2"):
+        theirs = {"Moonlight-16B-A3B": "moonlight-16B-A3B", "Kimi-K2": "Kimi-K2.5"}[name]
+        sizes = sizes_of(kimi_k2_7.model_registry(theirs).model)
+    else:
+        sizes = sizes_of(deepseek_v3.model_registry(name).model)
+    if name == "Kimi-K2":  # whose context K2.5 extends further
+        longer = {field: sizes.pop(field) for field in ("rope_factor", "rope_beta_fast", "max_seq_len")}
+        assert longer == {"rope_factor": 64.0, "rope_beta_fast": 32.0, "max_seq_len": 262144}
     ours = asdict(FLAVORS[name])
-    assert {field: ours.pop(field) for field in sizes} == sizes
-    assert ours.pop("norm_eps") == 1e-6  # DeepSeek's; torchtitan has 1e-5
-    assert set(ours) == {"num_mtp_layers", "num_kv_heads", *OF_THE_FAMILY}, "torchtitan's models have none of these"
+    assert {field: ours[field] for field in sizes} == sizes
+    # As published; torchtitan has one epsilon, 1e-5, for all models and norms, and the group scores of DeepSeek-V3.
+    assert ours["norm_eps"] == (1e-5 if name == "Moonlight-16B-A3B" else 1e-6) and ours["latent_norm_eps"] == 1e-6
+    assert ours["scores_per_group"] == (1 if name == "236B" else 2)
+    assert (ours["num_mtp_layers"], ours["num_kv_heads"]) == (0, 0)
 
 
 def test_every_size_can_be_replaced_in_the_model_section() -> None:

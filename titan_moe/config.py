@@ -26,9 +26,20 @@ class Model:
     name: Family = "deepseek_v3"
     """Model family. "qwen3" and "mixtral" have grouped-query attention, and experts in every layer"""
 
-    flavor: Literal["debugmodel", "16B", "236B", "671B", "30B-A3B", "235B-A22B", "8x7B", "8x22B"] = "debugmodel"
-    """Model size; the fields below replace single numbers of it. "debugmodel", and of deepseek_v3 "16B", "236B" and
-    "671B", of qwen3 "30B-A3B" and "235B-A22B", of mixtral "8x7B" and "8x22B\""""
+    flavor: Literal[
+        "debugmodel",
+        "16B",
+        "236B",
+        "671B",
+        "Moonlight-16B-A3B",
+        "Kimi-K2",
+        "30B-A3B",
+        "235B-A22B",
+        "8x7B",
+        "8x22B",
+    ] = "debugmodel"
+    """Model size; the fields below replace single numbers of it. "debugmodel", and of deepseek_v3 "16B", "236B",
+    "671B", "Moonlight-16B-A3B" and "Kimi-K2", of qwen3 "30B-A3B" and "235B-A22B", of mixtral "8x7B" and "8x22B\""""
 
     scale_down: bool = False
     """Train the configuration's twin: the same structure with few and narrow layers, laid out for the processes there
@@ -91,6 +102,9 @@ class Model:
     num_limited_groups: int | None = None
     """Groups that one token may use"""
 
+    scores_per_group: int | None = None
+    """How many of its best scores a group is judged by: their sum. 2 in DeepSeek-V3, 1 in DeepSeek-V2"""
+
     route_norm: bool | None = None
     """Divide the K scores of a token by their sum"""
 
@@ -106,6 +120,9 @@ class Model:
     rope_factor: float | None = None
     """YaRN's context extension factor; 1: none"""
 
+    rope_beta_fast: float | None = None
+    """Frequencies that turn so often within original_seq_len are left as they are by YaRN"""
+
     max_seq_len: int | None = None
     """Longest sequence that the rotary table of this model allows"""
 
@@ -117,6 +134,9 @@ class Model:
 
     norm_eps: float | None = None
     """Added to the mean square that a norm divides by"""
+
+    latent_norm_eps: float | None = None
+    """The same of the norms on compressed queries, keys and values, with latent attention"""
 
     num_kv_heads: int | None = None
     """With grouped-query attention: heads of keys and values, which the query heads share"""

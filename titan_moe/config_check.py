@@ -56,7 +56,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
     (
         "must be at least 1",
         lambda value: value >= 1,
-        "model.rope_factor model.original_seq_len training.local_batch_size training.seq_len training.steps "
+        "model.rope_factor model.rope_beta_fast model.original_seq_len model.scores_per_group training.local_batch_size training.seq_len training.steps "
         "training.gc_freq training.dataloader.prefetch_factor training.dataloader.num_shards loss.num_chunks "
         "validation.freq validation.steps parallelism.data_parallel_replicate_degree "
         "parallelism.fsdp_prefetch_layers "
@@ -83,7 +83,7 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
     (
         "must be greater than 0",
         lambda value: value > 0,
-        "model.route_scale model.norm_eps moe.capacity_factor optimizer.lr optimizer.eps training.max_norm",
+        "model.route_scale model.norm_eps model.latent_norm_eps moe.capacity_factor optimizer.lr optimizer.eps training.max_norm",
     ),
     (
         'must be "exact", "worst_case" or a factor of the mean, at least 1',

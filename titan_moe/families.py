@@ -18,7 +18,7 @@ from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_sequence_parallel_placement
 from torchtitan.models.deepseek_v3 import MTPDecoder
-from torchtitan.models.deepseek_v3.model import DeepSeekV3TransformerBlock
+from torchtitan.models.deepseek_v3.model import Attention, DeepSeekV3TransformerBlock
 from torchtitan.models.deepseek_v3.mtp import roll_mtp_sequence
 from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
@@ -69,6 +69,9 @@ def tree(f: Flavor, seq_len: int) -> Model.Config:
     found = deepseek_v3_tree(f, seq_len) if f.attention == "mla" else gqa_tree(f, seq_len)
     for _, norm, *_ in found.traverse(RMSNorm.Config):
         cast(RMSNorm.Config, norm).eps = f.norm_eps
+    for layer in (*found.layers, *found.mtp_layers):
+        if isinstance(layer.attention, Attention.Config):
+            layer.attention.q_norm.eps = layer.attention.kv_norm.eps = f.latent_norm_eps
     return found
 
 
@@ -87,7 +90,7 @@ def deepseek_v3_tree(f: Flavor, seq_len: int) -> Model.Config:
         theta=f.rope_theta,
         scaling="yarn",
         rope_factor=f.rope_factor,
-        beta_fast=32.0,
+        beta_fast=f.rope_beta_fast,
         beta_slow=1.0,
         original_seq_len=f.original_seq_len,
     )

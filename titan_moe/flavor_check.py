@@ -31,10 +31,11 @@ def problems(flavor: Flavor) -> list[str]:
                 f"model.num_expert_groups = {f.num_expert_groups}: must divide num_experts = {f.num_experts}; "
                 "1 turns group-limited routing off"
             )
-        elif experts_per_group < 2:
+        elif experts_per_group < f.scores_per_group:
             found.append(
                 f"model.num_expert_groups = {f.num_expert_groups}: leaves {f.num_experts} / {f.num_expert_groups} = "
-                f"{experts_per_group} expert per group, but a group is scored by its two best; 1 turns groups off"
+                f"{experts_per_group} expert{'s' * (experts_per_group > 1)} per group, but a group is judged by its "
+                f"best model.scores_per_group = {f.scores_per_group}; 1 turns groups off"
             )
         if not 1 <= f.num_limited_groups <= f.num_expert_groups:
             found.append(
@@ -64,7 +65,7 @@ def _mla_problems(f: Flavor) -> list[str]:
 def _gqa_problems(f: Flavor) -> list[str]:
     """Also what would be ignored: nothing in these families reads it."""
     absent: dict[str, float] = dict.fromkeys((*MLA_SIZES, *LAYER_SIZES, "q_lora_rank", "n_dense_layers"), 0)
-    absent |= {"num_mtp_layers": 0, "mscale": 1.0, "rope_factor": 1.0}
+    absent |= {"num_mtp_layers": 0, "mscale": 1.0, "rope_factor": 1.0, "rope_beta_fast": 32.0, "latent_norm_eps": 1e-6}
     found = [
         f"model.{field} = {getattr(f, field)}: the families qwen3 and mixtral do not have it; leave it out"
         for field, value in absent.items()

@@ -3,9 +3,10 @@
 A family (`model.name`) is a structure, a flavor (`model.flavor`) one point in it:
 
 - deepseek_v3: multi-head latent attention (MLA); a mixture of experts with a shared one, behind a few dense layers. The
-  numbers of "16B", "236B" and "671B" are those of torchtitan 0.3.0; "debugmodel" is ours: the same structure as 671B
-  (query low-rank projection, sigmoid scores with bias, expert groups, a dense first layer, a shared expert) at a size
-  that a laptop CPU trains in a minute.
+  numbers of "16B" (DeepSeek-V2-Lite), "236B" (V2), "671B" (V3) and "Moonlight-16B-A3B" are those of torchtitan 0.3.0
+  but for epsilons and V2's group scores, which are those of the published models. "Kimi-K2" is as published.
+  "debugmodel" is ours: the same structure as 671B (query low-rank projection, sigmoid scores with bias, expert groups,
+  a dense first layer, a shared expert) at a size that a laptop CPU trains in a minute.
 - qwen3: grouped-query attention (GQA) with a norm on each query and key head; experts in every layer, softmax scores,
   nothing shared.
 - mixtral: the same without these norms, with few and wide experts.
@@ -45,15 +46,18 @@ class Flavor:
     score_func: ScoreFunction
     num_expert_groups: int
     num_limited_groups: int
+    scores_per_group: int = 2
     route_norm: bool
     route_scale: float
     mscale: float
     rope_theta: float = 10000.0
     rope_factor: float = 40.0
+    rope_beta_fast: float = 32.0
     max_seq_len: int = 16384
     original_seq_len: int = 4096
     num_mtp_layers: int = 0
     norm_eps: float = 1e-5  # torchtitan's for DeepSeek-V3; DeepSeek's own models have 1e-6
+    latent_norm_eps: float = 1e-6  # of MLA's latents; whatever norm_eps is, in all published models
     attention: Attention = "mla"
     num_kv_heads: int = 0  # of GQA; MLA expands its compressed keys and values to one per query head
     qk_norm: bool = False  # of GQA
@@ -83,6 +87,7 @@ FLAVORS: dict[str, Flavor] = {
         route_scale=2.5,
         mscale=1.0,
         rope_factor=1.0,
+        latent_norm_eps=1e-5,
     ),
     "16B": Flavor(
         vocab_size=102400,
@@ -127,6 +132,7 @@ FLAVORS: dict[str, Flavor] = {
         score_func="softmax",
         num_expert_groups=8,
         num_limited_groups=3,
+        scores_per_group=1,
         route_norm=False,
         route_scale=16.0,
         mscale=1.0,
@@ -157,6 +163,36 @@ FLAVORS: dict[str, Flavor] = {
         norm_eps=1e-6,
     ),
 }
+
+# Moonshot AI's models: the structure of DeepSeek-V3, without groups. Sizes from their config.json on Hugging Face:
+# moonshotai/Moonlight-16B-A3B, moonshotai/Kimi-K2-Instruct.
+FLAVORS["Moonlight-16B-A3B"] = replace(
+    FLAVORS["16B"],
+    vocab_size=163840,
+    dense_hidden_dim=11264,
+    score_func="sigmoid",
+    route_norm=True,
+    route_scale=2.446,
+    mscale=1.0,
+    rope_theta=50000.0,
+    rope_factor=1.0,
+    max_seq_len=8192,
+    norm_eps=1e-5,
+)
+FLAVORS["Kimi-K2"] = replace(
+    FLAVORS["671B"],
+    vocab_size=163840,
+    n_dense_layers=1,
+    n_heads=64,
+    num_experts=384,
+    num_expert_groups=1,
+    num_limited_groups=1,
+    route_scale=2.827,
+    rope_theta=50000.0,
+    rope_factor=32.0,
+    rope_beta_fast=1.0,
+    max_seq_len=131072,
+)
 
 
 def _gqa(*, head_dim: int, qk_norm: bool, max_seq_len: int, **sizes: int) -> Flavor:
@@ -211,20 +247,8 @@ QWEN3: dict[str, Flavor] = {
         top_k=8,
         max_seq_len=40960,
     ),
-    "235B-A22B": _gqa(
-        vocab_size=151936,
-        dim=4096,
-        n_layers=94,
-        n_heads=64,
-        num_kv_heads=4,
-        head_dim=128,
-        qk_norm=True,
-        moe_hidden_dim=1536,
-        num_experts=128,
-        top_k=8,
-        max_seq_len=40960,
-    ),
 }
+QWEN3["235B-A22B"] = replace(QWEN3["30B-A3B"], dim=4096, n_layers=94, n_heads=64, moe_hidden_dim=1536)
 
 MIXTRAL: dict[str, Flavor] = {
     "debugmodel": _gqa(
@@ -253,20 +277,17 @@ MIXTRAL: dict[str, Flavor] = {
         top_k=2,
         max_seq_len=32768,
     ),
-    "8x22B": _gqa(
-        vocab_size=32768,
-        dim=6144,
-        n_layers=56,
-        n_heads=48,
-        num_kv_heads=8,
-        head_dim=128,
-        qk_norm=False,
-        moe_hidden_dim=16384,
-        num_experts=8,
-        top_k=2,
-        max_seq_len=65536,
-    ),
 }
+MIXTRAL["8x22B"] = replace(
+    MIXTRAL["8x7B"],
+    vocab_size=32768,
+    dim=6144,
+    n_layers=56,
+    n_heads=48,
+    moe_hidden_dim=16384,
+    max_seq_len=65536,
+    original_seq_len=65536,
+)
 
 FAMILIES: dict[Family, dict[str, Flavor]] = {"deepseek_v3": FLAVORS, "qwen3": QWEN3, "mixtral": MIXTRAL}
 

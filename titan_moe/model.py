@@ -103,6 +103,7 @@ def moe_settings(config: Config, recipe: str | None = None) -> dict[str, Any]:
         "max_tokens": dispatched_tokens(config),
         "overlap_shared": m.overlap == "shared_expert",
         "router": m.router,
+        "scores_per_group": f.scores_per_group,
         "in_flight": in_flight(config, world_size),
         "te_ep_payload": m.te_ep_payload,
         "force_balance": m.force_balance,

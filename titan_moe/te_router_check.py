@@ -7,7 +7,7 @@ The kernel has no switches for some of what a router may do:
     softmax   divided by their sum only by taking the softmax over the chosen experts alone, and then it chooses groups
               by logits, not by scores; it knows no bias
     groups    a group counts the sum of its best K / M scores, M being the groups that a token may use; ours, of its
-              best 2
+              best model.scores_per_group
 """
 
 from titan_moe.config import Config
@@ -48,9 +48,10 @@ def _groups(f: Flavor, norm: str) -> list[str]:
             f'{CHOSEN}: with model.score_func = "softmax" and {norm} it would choose among model.num_expert_groups = '
             f"{f.num_expert_groups} groups by logits, not by scores; set route_norm or the groups otherwise, {WAY_OUT}"
         ]
-    if M and (K % M or K // M != 2):
+    if M and K != f.scores_per_group * M:
         return [
             f"{CHOSEN}: counts a group by its best top_k / num_limited_groups scores, here {K} / {M}, where this model "
-            f"takes its best 2; make model.top_k twice model.num_limited_groups, {WAY_OUT}"
+            f"takes its best {f.scores_per_group}; make model.top_k {f.scores_per_group} x model.num_limited_groups, "
+            f"{WAY_OUT}"
         ]
     return []

@@ -39,9 +39,11 @@ OURS_MLA = {"vocab_size": ROWS, "dim": 64, "n_layers": 3, "n_dense_layers": 1, "
 OURS_MLA |= {"q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 OURS_MLA |= {"dense_hidden_dim": 96, "moe_hidden_dim": 40, "num_experts": 8, "num_shared_experts": 1, "top_k": 3}
 OURS_MLA |= {"num_expert_groups": 4, "num_limited_groups": 2, "route_norm": True, "route_scale": 2.5}
-OURS_MLA |= {"norm_eps": 1e-6, "rope_factor": 1.0, "max_seq_len": 4096}
+OURS_MLA |= {"norm_eps": 1e-6, "latent_norm_eps": 1e-6, "rope_factor": 1.0, "max_seq_len": 4096}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
 YARN |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.7}
+OURS_YARN = {"rope_factor": 8.0, "original_seq_len": 16, "mscale": 0.7}
+NO_GROUPS, OURS_NO_GROUPS = {"n_group": 1, "topk_group": 1}, {"num_expert_groups": 1, "num_limited_groups": 1}
 GQA = {"vocab_size": ROWS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 24}
 GQA |= {"num_key_value_heads": 2, "num_experts_per_tok": 3, "max_position_embeddings": 4096}
 OURS_GQA = {"vocab_size": ROWS, "dim": 64, "n_layers": 2, "n_heads": 4, "qk_rope_head_dim": 24, "v_head_dim": 24}
@@ -54,11 +56,9 @@ def deepseek_v3(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[Callable[
     return lambda: DeepseekV3ForCausalLM._from_config(config, **EAGER), Model(**OURS_MLA | ours)
 
 
-def deepseek_v2() -> tuple[Callable[[], nn.Module], Model]:
-    theirs = {**MLA, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy"}
-    theirs |= {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "rope_parameters": YARN}
-    ours = {**OURS_MLA, "q_lora_rank": 0, "num_expert_groups": 1, "num_limited_groups": 1, "route_norm": False}
-    ours |= {"route_scale": 1.0, "score_func": "softmax", "rope_factor": 8.0, "original_seq_len": 16, "mscale": 0.7}
+def deepseek_v2(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[Callable[[], nn.Module], Model]:
+    theirs = {**MLA, "norm_topk_prob": False, "rope_parameters": YARN, **theirs}
+    ours = {**OURS_MLA, **OURS_YARN, "route_norm": False, "score_func": "softmax", **ours}
     del theirs["num_nextn_predict_layers"]
     config = DeepseekV2Config(**theirs)
     return lambda: DeepseekV2ForCausalLM._from_config(config, **EAGER), Model(**ours)
@@ -80,15 +80,38 @@ def mixtral(experts: int) -> tuple[Callable[[], nn.Module], Model]:
 SHAPES: dict[str, tuple[Callable[[], nn.Module], Model]] = {
     "deepseek_v3": deepseek_v3({}, {}),
     "deepseek_v3 yarn, 12 experts, full queries": deepseek_v3(
-        {"q_lora_rank": None, "n_routed_experts": 12, "n_group": 1, "topk_group": 1, "rope_parameters": YARN},
-        {"q_lora_rank": 0, "num_experts": 12, "num_expert_groups": 1, "num_limited_groups": 1}
-        | {"rope_factor": 8.0, "original_seq_len": 16, "mscale": 0.7},
+        {"q_lora_rank": None, "n_routed_experts": 12, "rope_parameters": YARN} | NO_GROUPS,
+        {"q_lora_rank": 0, "num_experts": 12} | OURS_NO_GROUPS | OURS_YARN,
     ),
     "deepseek_v3 two shared, no norm, no dense": deepseek_v3(
         {"n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
         {"num_shared_experts": 2, "route_norm": False, "route_scale": 1.0, "n_dense_layers": 0},
     ),
-    "deepseek_v2": deepseek_v2(),
+    "deepseek_v3 as Moonlight": deepseek_v3(
+        {"q_lora_rank": None, "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 6}
+        | {"routed_scaling_factor": 2.446, "rms_norm_eps": 1e-2}  # far from that of the latents, to tell them apart
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+        | NO_GROUPS,
+        {"q_lora_rank": 0, "num_experts": 16, "num_shared_experts": 2, "top_k": 6}
+        | {"route_scale": 2.446, "norm_eps": 1e-2, "rope_theta": 5e4}
+        | OURS_NO_GROUPS,
+    ),
+    "deepseek_v3 as Kimi-K2": deepseek_v3(
+        {"n_routed_experts": 24, "num_experts_per_tok": 8, "routed_scaling_factor": 2.827}
+        | {"rope_parameters": YARN | {"rope_theta": 5e4, "factor": 32.0, "beta_fast": 1, "mscale": 1, "mscale_all_dim": 1}}
+        | NO_GROUPS,
+        {"num_experts": 24, "top_k": 8, "route_scale": 2.827, "mscale": 1.0, "original_seq_len": 16}
+        | {"rope_theta": 5e4, "rope_factor": 32.0, "rope_beta_fast": 1.0}
+        | OURS_NO_GROUPS,
+    ),
+    "deepseek_v2 lite": deepseek_v2(
+        {"q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.0} | NO_GROUPS,
+        {"q_lora_rank": 0, "route_scale": 1.0} | OURS_NO_GROUPS,
+    ),
+    "deepseek_v2 groups, 16 experts": deepseek_v2(
+        {"topk_method": "group_limited_greedy", "n_routed_experts": 16, "routed_scaling_factor": 16.0},
+        {"scores_per_group": 1, "num_experts": 16, "route_scale": 16.0},
+    ),
     "qwen3": qwen3(8, True),
     "qwen3 16 experts, no norm": qwen3(16, False),
     "mixtral": mixtral(4),

@@ -21,6 +21,7 @@ from titan_moe.launch import main as launch
 SIZES = {"vocab_size": 32, "dim": 8, "n_layers": 2, "n_heads": 2, "q_lora_rank": 4, "kv_lora_rank": 4, "top_k": 2}
 SIZES |= {"qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "dense_hidden_dim": 12, "moe_hidden_dim": 6}
 SIZES |= {"num_experts": 4, "num_expert_groups": 1, "num_limited_groups": 1, "norm_eps": 1e-6}
+SIZES |= {"latent_norm_eps": 1e-6}
 Q = "model.layers.1.self_attn.q_b_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -161,7 +162,7 @@ def test_every_field_that_disagrees_is_told_with_both_values(tmp_path):
         ("tie_word_embeddings", True, "the head of this trainer's models is a weight of its own"),
         ("attention_bias", True, "no biases"),
         ("hidden_act", "gelu", "SwiGLU"),
-        ("topk_method", "group_limited_greedy", "its two best"),
+        ("topk_method", "group_limited_greedy", "only noaux_tc in models of type deepseek_v3"),
         ("model_type", "llama", "must be one of deepseek_v3, kimi_k2"),
         ("rope_scaling", {"type": "linear", "factor": 2.0}, 'of type "linear"'),
         ("quantization_config", {"quant_method": "awq"}, "quant_method = 'awq', .*only \"fp8\""),
@@ -170,6 +171,26 @@ def test_every_field_that_disagrees_is_told_with_both_values(tmp_path):
 def test_what_this_trainer_has_not_is_refused(field, value, expected, tmp_path):
     found = problems(configuration(), folder(tmp_path / "hf", configuration(), **{field: value}))
     assert re.search(expected, only(found)) and field in found[0]
+
+
+def test_routing_that_no_number_of_config_json_tells_is_compared(tmp_path):
+    """How groups are judged, epsilons of the latents; and a greedy router, whose number of groups means nothing."""
+    groups = {"num_experts": 8, "num_expert_groups": 4, "num_limited_groups": 2}
+    told = problems(configuration(scores_per_group=1, **groups), folder(tmp_path / "a", configuration(**groups)))
+    assert 'topk_method = "noaux_tc": judges a group by its best 2, but model.scores_per_group = 1' in only(told)
+    softmax = {"score_func": "softmax", "route_norm": False}
+    v2 = configuration(**groups, **softmax, scores_per_group=1)
+    v2.moe.load_balance_coeff = 0.0
+    limited = folder(tmp_path / "b", v2, drop=(BIAS,))
+    assert problems(v2, limited) == []
+    v2.model.scores_per_group = 2
+    assert "judges a group by its best 1, but model.scores_per_group = 2 here" in only(problems(v2, limited))
+    greedy = folder(tmp_path / "c", v2, drop=(BIAS,), topk_method="greedy")
+    assert "n_group = 1, but model.num_expert_groups = 4 here; set model.num_expert_groups = 1" in only(
+        problems(v2, greedy)
+    )
+    told = problems(configuration(latent_norm_eps=1e-5), folder(tmp_path / "d", configuration()))
+    assert "but model.latent_norm_eps = 1e-05 here; set model.latent_norm_eps = 1e-06" in only(told)
 
 
 def test_a_tied_head_is_refused_also_where_only_the_files_show_it(tmp_path):
@@ -239,6 +260,20 @@ LITE |= {"intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_ex
 LITE |= {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "scoring_func": "softmax"}
 LITE |= {"routed_scaling_factor": 1.0, "topk_method": "greedy"}
 LITE |= {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}
+V2 = LITE | {"hidden_size": 5120, "num_hidden_layers": 60, "num_attention_heads": 128, "num_key_value_heads": 128}
+V2 |= {"q_lora_rank": 1536, "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_routed_experts": 160}
+V2 |= {"n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0, "topk_method": "group_limited_greedy"}
+V25 = V2 | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+MOONLIGHT = V3 | {"vocab_size": 163840, "hidden_size": 2048, "num_hidden_layers": 27, "first_k_dense_replace": 1}
+MOONLIGHT |= {"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "intermediate_size": 11264}
+MOONLIGHT |= {"moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}
+MOONLIGHT |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "num_nextn_predict_layers": 0}
+MOONLIGHT |= {"rms_norm_eps": 1e-05, "rope_theta": 50000.0, "rope_scaling": None, "max_position_embeddings": 8192}
+KIMI = V3 | {"model_type": "kimi_k2", "vocab_size": 163840, "first_k_dense_replace": 1, "num_attention_heads": 64}
+KIMI |= {"num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "rope_theta": 50000.0}
+KIMI |= {"routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0, "max_position_embeddings": 131072}
+KIMI |= {"rope_scaling": YARN | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}}
+KIMI_0905 = KIMI | {"rope_scaling": KIMI["rope_scaling"] | {"factor": 64.0}, "max_position_embeddings": 262144}
 QWEN3 = {"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48}
 QWEN3 |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768}
 QWEN3 |= {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "rms_norm_eps": 1e-06}
@@ -247,23 +282,31 @@ QWEN3 |= {"use_sliding_window": False, "sliding_window": None, "hidden_act": "si
 MIXTRAL = {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32}
 MIXTRAL |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "num_local_experts": 8}
 MIXTRAL |= {"num_experts_per_tok": 2, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None}
+QWEN3_235B = QWEN3 | {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64}
+QWEN3_235B |= {"moe_intermediate_size": 1536}
+MIXTRAL_8X22B = MIXTRAL | {"vocab_size": 32768, "hidden_size": 6144, "num_hidden_layers": 56}
+MIXTRAL_8X22B |= {"num_attention_heads": 48, "intermediate_size": 16384}
+LITE_MSCALE = "mscale_all_dim = 0.707, but model.mscale = 0.7 here; set model.mscale = 0.707"
 
 
 @pytest.mark.parametrize(
     ("family", "flavor", "content", "expected"),
     [
         ("deepseek_v3", "671B", DEEPSEEK | V3, []),
-        (
-            "deepseek_v3",
-            "16B",
-            DEEPSEEK | LITE,
-            ["mscale_all_dim = 0.707, but model.mscale = 0.7 here; set model.mscale"],
-        ),
+        ("deepseek_v3", "16B", DEEPSEEK | LITE, [LITE_MSCALE]),
+        ("deepseek_v3", "236B", DEEPSEEK | V2, [LITE_MSCALE.replace("= 0.7 here", "= 1.0 here")]),
+        ("deepseek_v3", "236B", DEEPSEEK | V25, []),
+        ("deepseek_v3", "Moonlight-16B-A3B", DEEPSEEK | MOONLIGHT, []),
+        ("deepseek_v3", "Kimi-K2", DEEPSEEK | KIMI, []),
+        ("deepseek_v3", "Kimi-K2", DEEPSEEK | KIMI_0905, ["set model.rope_factor = 64.0"]),
         ("qwen3", "30B-A3B", QWEN3, []),
+        ("qwen3", "235B-A22B", QWEN3_235B, []),
         ("mixtral", "8x7B", MIXTRAL, []),
+        ("mixtral", "8x22B", MIXTRAL_8X22B, []),
     ],
 )
 def test_published_models_are_the_flavors(family, flavor, content, expected):
+    """For DeepSeek-V2.5 too, whose sizes are V2's."""
     found = model_config.disagreements(content, family, model_flavor(Config(model=Model(name=family, flavor=flavor))))
     assert len(found) == len(expected) and all(text in got for got, text in zip(found, expected))
 
@@ -271,10 +314,14 @@ def test_published_models_are_the_flavors(family, flavor, content, expected):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, "model.norm_eps = 1e-05: DeepseekV3ForCausalLM has 1e-06 in the norms of the latents"),
+        ({}, "model.latent_norm_eps = 1e-05: DeepseekV3ForCausalLM has only 1e-06; set model.latent_norm_eps = 1e-06"),
         ({"name": "qwen3"}, "the router bias, which it moves, has no place in Qwen3MoeForCausalLM"),
         ({"name": "mixtral"}, "the router bias, which it moves, has no place in MixtralForCausalLM"),
-        ({"score_func": "softmax", "norm_eps": 1e-6}, "DeepseekV2ForCausalLM"),
+        ({"score_func": "softmax", "latent_norm_eps": 1e-6}, "DeepseekV2ForCausalLM"),
+        (
+            {"scores_per_group": 1, "latent_norm_eps": 1e-6},
+            "model.scores_per_group = 1: DeepseekV3ForCausalLM has only 2; set model.scores_per_group = 2",
+        ),
     ],
 )
 def test_what_transformers_has_no_class_for_is_refused_before_the_run(settings, expected):

@@ -55,7 +55,7 @@ def test_ranks_load_and_write_what_one_does(mesh, tmp_path, group):
 def test_no_more_than_a_file_or_a_parameter_is_in_memory(tmp_path):
     """Beside a model of 400 MB: on import one mapped file of 68 MB, on export three times one weight's stack of 64 MB
     (the piece that was saved, the whole, a part in the other type)."""
-    config = Config(model=Model(norm_eps=1e-6, dim=512, moe_hidden_dim=512, num_experts=64, n_layers=3))
+    config = Config(model=Model(latent_norm_eps=1e-6, dim=512, moe_hidden_dim=512, num_experts=64, n_layers=3))
     config.checkpoint.enable, config.checkpoint.initial_load_path = True, str(tmp_path / "hf")
     job = Job(tmp_path / "store", mesh_run.memory, config, tmp_path)
     ((exporting, importing),) = job.hear()

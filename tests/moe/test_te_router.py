@@ -42,7 +42,7 @@ def installed(monkeypatch):
 
 def flavor(**changes):
     """What of a flavor a router is made from."""
-    names = {"top_k": 1, "score_func": "sigmoid", "route_norm": False, "route_scale": 1.0}
+    names = {"top_k": 1, "score_func": "sigmoid", "route_norm": False, "route_scale": 1.0, "scores_per_group": 2}
     return SimpleNamespace(**{**names, "num_expert_groups": 1, "num_limited_groups": 1, **changes})
 
 
@@ -59,6 +59,7 @@ def routed(kind: type[Router], f, bias_E, dtype=torch.float32) -> list[torch.Ten
         route_scale=f.route_scale,
         num_expert_groups=f.num_expert_groups if grouped else None,
         num_limited_groups=f.num_limited_groups if grouped else None,
+        scores_per_group=f.scores_per_group,
     ).build()
     generator = torch.Generator().manual_seed(3)
     weight = router.gate.weight
@@ -77,6 +78,10 @@ MATCHING = {
     "sigmoid, no bias": (flavor(top_k=4, route_norm=True), False),
     "sigmoid, one expert": (flavor(top_k=1), True),
     "sigmoid, groups": (flavor(top_k=4, route_norm=True, num_expert_groups=4, num_limited_groups=2), True),
+    "sigmoid, groups by their best": (
+        flavor(top_k=2, route_norm=True, num_expert_groups=4, num_limited_groups=2, scores_per_group=1),
+        True,
+    ),
     "softmax": (flavor(top_k=3, score_func="softmax", route_scale=16.0), False),
     "softmax, one expert": (flavor(score_func="softmax"), False),
     "softmax, normalized": (flavor(top_k=3, score_func="softmax", route_norm=True), False),
@@ -86,6 +91,10 @@ DIFFERENT = {
     "sigmoid, not normalized": (flavor(top_k=4), True),
     "sigmoid, one expert, normalized": (flavor(route_norm=True), True),
     "groups by their best 1": (flavor(top_k=2, route_norm=True, num_expert_groups=4, num_limited_groups=2), True),
+    "groups by their best 3, not 1": (
+        flavor(top_k=6, route_norm=True, num_expert_groups=4, num_limited_groups=2, scores_per_group=1),
+        True,
+    ),
     "groups by their best 4": (flavor(top_k=4, route_norm=True, num_expert_groups=2, num_limited_groups=1), True),
     "softmax, groups, normalized": (
         flavor(top_k=4, score_func="softmax", route_norm=True, num_expert_groups=4, num_limited_groups=2),
@@ -174,7 +183,7 @@ def test_where_te_cannot_run_the_router_is_not_built(monkeypatch):
         (["--model.flavor=671B"], []),
         (["--model.flavor=16B", "--moe.load_balance_coeff=0"], []),
         (["--model.flavor=16B"], ['model.score_func = "softmax"', "moe.load_balance_coeff = "]),
-        ([], ["best top_k / num_limited_groups scores, here 3 / 2", "twice model.num_limited_groups"]),
+        ([], ["best top_k / num_limited_groups scores, here 3 / 2", "make model.top_k 2 x model.num_limited_groups"]),
         (["--model.flavor=671B", "--model.route_norm=false"], ["model.top_k = 8 and model.route_norm = false"]),
         (["--model.flavor=671B", "--moe.force_balance=round_robin"], ['moe.force_balance = "round_robin"']),
     ],

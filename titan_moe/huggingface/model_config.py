@@ -14,7 +14,13 @@ from typing import Any
 from titan_moe.flavors import Flavor
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms on MLA's latents in transformers, whatever rms_norm_eps is"""
+"""Of the norms on MLA's latents, in the code that DeepSeek publishes and in transformers, whatever rms_norm_eps is"""
+
+SCORES_PER_GROUP = {"deepseek_v2": 1, "deepseek_v3": 2, "kimi_k2": 2}
+"""How many of its best scores a group of experts is judged by"""
+
+TOPK_METHODS = {"deepseek_v2": ("greedy", "group_limited_greedy")}
+"""How experts are chosen, by model_type: V2 without groups and with. All others: "noaux_tc" """
 
 ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -153,11 +159,10 @@ def disagreements(content: dict[str, Any], name: str, f: Flavor, *, dense: bool 
     window = content.get("sliding_window", 4096 if kind == "mistral" else None)
     if kind in ("mixtral", "mistral") and window:
         found.append(f"config.json: sliding_window = {window}: this trainer's attention has no window")
-    if content.get("topk_method") == "group_limited_greedy":
-        found.append(
-            'config.json: topk_method = "group_limited_greedy": scores a group of experts by its best, and this '
-            "trainer's router by its two best, so a token would go to other experts"
-        )
+    if f.attention == "mla":
+        found += _latent_disagreements(content, f, str(kind))
+        if content.get("topk_method") == "greedy":
+            content = content | {"n_group": 1}  # whatever it names, this method has none
     for field in fields_of(f, str(kind)):
         theirs = content.get(field.theirs, content.get(field.also, field.absent))
         if theirs is None:
@@ -173,10 +178,34 @@ def disagreements(content: dict[str, Any], name: str, f: Flavor, *, dense: bool 
     return found
 
 
+def _latent_disagreements(content: dict[str, Any], f: Flavor, kind: str) -> Iterator[str]:
+    """Of DeepSeek's models in what no number of config.json says."""
+    known = TOPK_METHODS.get(kind, ("noaux_tc",))
+    if (method := content.get("topk_method", known[0])) not in known:
+        yield (
+            f'config.json: topk_method = "{method}": this trainer has only {", ".join(known)} in models of type {kind}; '
+            "its weights cannot be loaded"
+        )
+    elif method != "greedy" and f.num_expert_groups > 1 and f.scores_per_group != (wanted := SCORES_PER_GROUP[kind]):
+        yield (
+            f'config.json: topk_method = "{method}": judges a group by its best {wanted}, but model.scores_per_group = '
+            f"{f.scores_per_group} here; set model.scores_per_group = {wanted}"
+        )
+    if f.latent_norm_eps != LATENT_NORM_EPS:
+        yield (
+            f"config.json: models of type {kind} have {LATENT_NORM_EPS} in the norms of the latents, but "
+            f"model.latent_norm_eps = {f.latent_norm_eps} here; set model.latent_norm_eps = {LATENT_NORM_EPS}"
+        )
+
+
 def _disagreement(theirs: str, value: Any, ours: str, here: Any) -> str:
     wanted, here = (0 if each is None else each for each in (value, here))
-    text = f'"{wanted}"' if isinstance(wanted, str) else str(wanted).lower() if isinstance(wanted, bool) else wanted
-    return f"config.json: {theirs} = {value}, but model.{ours} = {here} here; set model.{ours} = {text}"
+    return f"config.json: {theirs} = {value}, but model.{ours} = {here} here; set model.{ours} = {_written(wanted)}"
+
+
+def _written(value: Any) -> str:
+    """As TOML has it."""
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _shown(field: Field) -> Any:
@@ -211,9 +240,10 @@ def _rotary_disagreements(content: dict[str, Any], f: Flavor, kind: str) -> Iter
             f"config.json: rope_scaling.mscale = {mscale} and mscale_all_dim = {all_dim} differ: this trainer has one "
             "temperature, model.mscale; its weights cannot be loaded"
         )
-    for key, only in (("beta_fast", 32), ("beta_slow", 1)):
-        if (value := rope.get(key) or only) != only:
-            yield f"config.json: rope_scaling.{key} = {value}: this trainer has {only}; its weights cannot be loaded"
+    if (value := rope.get("beta_fast") or 32) != f.rope_beta_fast:
+        yield _disagreement("rope_scaling.beta_fast", value, "rope_beta_fast", f.rope_beta_fast)
+    if (value := rope.get("beta_slow") or 1) != 1:
+        yield f"config.json: rope_scaling.beta_slow = {value}: this trainer has 1; its weights cannot be loaded"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,22 +258,20 @@ def export_problems(f: Flavor, bias: bool) -> list[str]:
             f"moe.load_balance_coeff: the router bias, which it moves, has no place in {ARCHITECTURES[kind]}: set it "
             "to 0, and for balance moe.sequence_loss_coeff"
         )
-    if f.attention == "mla" and f.norm_eps != LATENT_NORM_EPS:
-        found.append(
-            f"model.norm_eps = {f.norm_eps}: {ARCHITECTURES[kind]} has {LATENT_NORM_EPS} in the norms of the latents, "
-            f"whatever its config.json says; set model.norm_eps = {LATENT_NORM_EPS}"
-        )
     not_theirs: dict[str, tuple[Any, Any]] = {}
+    if f.attention == "mla":
+        not_theirs["latent_norm_eps"] = (f.latent_norm_eps, LATENT_NORM_EPS)
+        if f.num_expert_groups > 1:
+            not_theirs["scores_per_group"] = (f.scores_per_group, SCORES_PER_GROUP[kind])
     if kind == "deepseek_v2":
-        not_theirs = {"route_norm": (f.route_norm, False), "num_expert_groups": (f.num_expert_groups, 1)}
-        not_theirs["num_mtp_layers"] = (f.num_mtp_layers, 0)
+        not_theirs |= {"route_norm": (f.route_norm, False), "num_mtp_layers": (f.num_mtp_layers, 0)}
     elif kind != "deepseek_v3":
         not_theirs = {"score_func": (f.score_func, "softmax"), "num_expert_groups": (f.num_expert_groups, 1)}
         not_theirs["route_scale"] = (f.route_scale, 1.0)
         if kind == "mixtral":
             not_theirs["route_norm"] = (f.route_norm, True)
     return found + [
-        f"model.{key} = {value}: {ARCHITECTURES[kind]} has only {only}"
+        f"model.{key} = {value}: {ARCHITECTURES[kind]} has only {only}; set model.{key} = {_written(only)}"
         for key, (value, only) in not_theirs.items()
         if value != only
     ]
@@ -261,7 +289,7 @@ def content(f: Flavor, dtype: str, bos: int | None, eos: int | None) -> dict[str
             "type": "yarn",
             "factor": f.rope_factor,
             "original_max_position_embeddings": f.original_seq_len,
-            "beta_fast": 32,
+            "beta_fast": f.rope_beta_fast,
             "beta_slow": 1,
             "mscale": f.mscale,
             "mscale_all_dim": f.mscale,
@@ -272,7 +300,8 @@ def content(f: Flavor, dtype: str, bos: int | None, eos: int | None) -> dict[str
         found["sliding_window"] = None
     if f.attention == "mla":
         found |= {"moe_layer_freq": 1, "num_nextn_predict_layers": f.num_mtp_layers}
-        found |= {"topk_method": "noaux_tc" if kind == "deepseek_v3" else "greedy"}
+        without, *limited = TOPK_METHODS.get(kind, ("noaux_tc",))
+        found["topk_method"] = limited[0] if limited and f.num_expert_groups > 1 else without
         found.setdefault("topk_group", 1)
         found.setdefault("intermediate_size", f.moe_hidden_dim)
     return found | {"bos_token_id": bos, "eos_token_id": eos, "torch_dtype": dtype, "use_cache": True}

@@ -156,13 +156,14 @@ def fuse(
     z_loss_coeff: float = 0.0,
     sequences_per_step: int = 1,
     router: str = "torch",
+    scores_per_group: int = 2,
     recipe: str | None = None,
     overlap_shared: bool = False,
 ) -> FusedMoE.Config:
     """A stock MoE config, sharding set or not, as one of ours. `sequences_per_step` is over all ranks and microbatches
     of an optimizer step; only the auxiliary losses need it. `max_tokens` is of one rank and microbatch; only te_ep,
     deepep, hybridep and a `recv_buffer` other than "exact" need it. `in_flight`, for te_ep: microbatches that may wait
-    for their backward; `te_ep_payload`: what rows travel as there. `recipe` is what the experts' GEMMs are quantized
+    for their backward; `te_ep_payload`: what rows travel as there. `scores_per_group`: see moe/router.py. `recipe` is what the experts' GEMMs are quantized
     to. `overlap_shared`: the shared expert runs while tokens are on their way to their experts."""
     routed, chooser = config.routed_experts, config.router
     inner = routed.inner_experts
@@ -194,12 +195,15 @@ def fuse(
         in_flight=in_flight,
         te_ep_payload=te_ep_payload,
     )
+    router_config = (TERouter if router == "te" else Router).Config
     gate = derive(chooser.gate, RouterGate.Config, z_loss_coeff=z_loss_coeff, sequences_per_step=sequences_per_step)
     return derive(
         config,
         FusedMoE.Config,
         routed_experts=routed,
-        router=derive(chooser, (TERouter if router == "te" else Router).Config, gate=gate, force_balance=force_balance),
+        router=derive(
+            chooser, router_config, gate=gate, force_balance=force_balance, scores_per_group=scores_per_group
+        ),
         sequence_loss_coeff=sequence_loss_coeff,
         sequences_per_step=sequences_per_step,
         overlap_shared=overlap_shared,

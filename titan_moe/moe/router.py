@@ -1,6 +1,8 @@
-"""torchtitan's router with logits that are fp32 on every device, the z-loss, and forced choices for benchmarks.
+"""torchtitan's router with logits that are fp32 on every device, the z-loss, groups of experts judged as DeepSeek-V2
+does too, and forced choices for benchmarks.
 
-Shape letters: B batch, L sequence, T = B*L tokens, D model width, E experts, K top-k.
+Shape letters: B batch, L sequence, T = B*L tokens, D model width, E experts, K top-k, G groups, n = E/G, M groups that a
+token may use.
 """
 
 from dataclasses import dataclass
@@ -46,18 +48,29 @@ class RouterGate(Linear):
 
 
 class Router(TokenChoiceTopKRouter):
-    """torchtitan's router; `force_balance` replaces its choice of experts, for benchmarks."""
+    """torchtitan's router. `scores_per_group`: how many of its best scores a group is judged by, which are always 2 in
+    torchtitan's. `force_balance` replaces the choice of experts, for benchmarks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
         force_balance: str = "none"
+        scores_per_group: int = 2
 
     gate: RouterGate
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.force_balance = config.force_balance
+        self.force_balance, self.scores_per_group = config.force_balance, config.scores_per_group
         self._debug_force_load_balance = self._debug_force_load_balance or config.force_balance != "none"
+
+    def _get_node_limited_routing_scores(self, scores_for_choice_BLE: Tensor) -> Tensor:
+        """The scores, those of groups that a token may not use replaced by -inf."""
+        assert self.num_expert_groups is not None and self.num_limited_groups is not None
+        scores_BLGn = scores_for_choice_BLE.unflatten(-1, (self.num_expert_groups, -1))
+        best_BLG = scores_BLGn.topk(self.scores_per_group, dim=-1).values.sum(-1)
+        kept_BLM = best_BLG.topk(self.num_limited_groups, dim=-1, sorted=False).indices
+        left_out_BLG = torch.ones_like(best_BLG, dtype=torch.bool).scatter_(-1, kept_BLM, False)
+        return scores_BLGn.masked_fill(left_out_BLG[..., None], -torch.inf).flatten(-2)
 
     def _debug_force_load_balance_routing(self, scores_BLE: Tensor) -> tuple[Tensor, Tensor]:
         if self.force_balance != "balanced_random":

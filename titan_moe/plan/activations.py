@@ -286,13 +286,13 @@ def _swiglu(job: Job, name: str, hidden: int, wide: float, recompute: str) -> li
 
 def _titan_moe(job: Job, wide: float, kernels: Kernels) -> list[Item]:
     f, tokens = job.model, job.tokens
-    groups = 2 * f.num_expert_groups + f.num_limited_groups if f.num_expert_groups > 1 else 0
+    groups = f.scores_per_group * f.num_expert_groups + f.num_limited_groups if f.num_expert_groups > 1 else 0
     return [
         Item("router input, fp32", 4.0 * tokens * f.dim, "norms" if job.tp == 1 else ""),  # a copy of the norm's result
         Item("router weight, fp32", 4.0 * f.dim * f.num_experts),
         Item("router scores", 4.0 * tokens * (f.num_experts + f.top_k + 1)),
         Item("router choice", 8.0 * tokens * f.top_k, whole=True),
-        # The two best of each group, the groups, and their scores, which recompute keeps so that ties fall alike.
+        # The best of each group, the groups, and their scores, which recompute keeps so that ties fall alike.
         Item("router groups", 12.0 * tokens * groups if job.recompute_mode != "none" else 0.0, whole=True),
         *_swiglu(job, "shared", f.num_shared_experts * f.moe_hidden_dim, wide, _first(job, "swiglu", "shared_expert")),
         *_routed(job, kernels),

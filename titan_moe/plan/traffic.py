@@ -8,9 +8,9 @@ unique ranks under uniform routing is
 
 Group-limited routing (DeepSeek-V3: M groups, of which g are kept) concentrates them. A closed form exists if the groups
 are picked whatever their scores (`group_limited_lower_bound`); DeepSeek picks the groups with the largest sum of their
-two best scores, which spreads a token more, so `unique_places` draws tokens by the real rule. Given the kept groups the
-chosen k experts are the k best of gG scores; only the group sizes and the seed are random, so a few thousand tokens
-give three digits.
+best scores (two in V3, one in V2), which spreads a token more, so `unique_places` draws tokens by the real rule. Given
+the kept groups the chosen k experts are the k best of gG scores; only the group sizes and the seed are random, so a few
+thousand tokens give three digits.
 
 Bytes count what a rank sends or receives in one direction; bandwidths that go with them are in kernels.py.
 """
@@ -54,24 +54,27 @@ def group_limited_lower_bound(num_experts: int, top_k: int, groups: int, kept: i
 
 
 @cache
-def _group_limited_choices(num_experts: int, top_k: int, groups: int, kept: int) -> list[list[int]]:
-    """The experts of `DRAWS` tokens by DeepSeek's rule: groups by the sum of their two best scores, then the best k."""
+def _group_limited_choices(num_experts: int, top_k: int, groups: int, kept: int, judged_by: int) -> list[list[int]]:
+    """The experts of `DRAWS` tokens by DeepSeek's rule: groups by the sum of their best scores, then the best k."""
     draw, size = random.Random(0), num_experts // groups
     chosen = []
     for _ in range(DRAWS):
         scores = [draw.random() for _ in range(num_experts)]
-        best_two = [sum(sorted(scores[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
-        best = sorted(range(groups), key=best_two.__getitem__)[-kept:]
+        sums = [sum(sorted(scores[g * size : (g + 1) * size])[-judged_by:]) for g in range(groups)]
+        best = sorted(range(groups), key=sums.__getitem__)[-kept:]
         allowed = [e for g in best for e in range(g * size, (g + 1) * size)]
         chosen.append(sorted(allowed, key=scores.__getitem__)[-top_k:])
     return chosen
 
 
 @cache
-def group_limited_unique(num_experts: int, top_k: int, groups: int, kept: int, places: int) -> float:
-    """The same by DeepSeek's rule. Monte Carlo, seeded: the same number each time."""
+def group_limited_unique(
+    num_experts: int, top_k: int, groups: int, kept: int, places: int, *, judged_by: int = 2
+) -> float:
+    """The same by DeepSeek's rule: a group is judged by the sum of its best `judged_by` scores. Monte Carlo, seeded:
+    the same number each time."""
     per_place = num_experts // places
-    choices = _group_limited_choices(num_experts, top_k, groups, kept)
+    choices = _group_limited_choices(num_experts, top_k, groups, kept, judged_by)
     return sum(len({expert // per_place for expert in chosen}) for chosen in choices) / len(choices)
 
 
@@ -89,8 +92,9 @@ def unique_places(model: Flavor, routing: str, places: int) -> float:
     if routing == "round_robin":
         return round_robin_unique(model.num_experts, model.top_k, places)
     if model.num_expert_groups > 1:
+        groups, kept = model.num_expert_groups, model.num_limited_groups
         return group_limited_unique(
-            model.num_experts, model.top_k, model.num_expert_groups, model.num_limited_groups, places
+            model.num_experts, model.top_k, groups, kept, places, judged_by=model.scores_per_group
         )
     return uniform_unique(model.num_experts, model.top_k, places)
 
