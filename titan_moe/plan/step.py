@@ -11,6 +11,7 @@ kernels; while the pipeline fills and drains there is nothing to hide behind.
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from titan_moe.plan import collectives, flops, kernels, overlap, profiles, schedule, traffic
 from titan_moe.plan import constants as constants_file
@@ -94,8 +95,8 @@ def tokens_per_s(job: Job, software: Software | None = None, c: Constants | None
     return job.tokens_per_step / sum(step_parts(job, software, c or constants_file.fitted()).values()) / job.gpus
 
 
-def step_parts(job: Job, software: Software, c: Constants) -> dict[str, float]:
-    """Seconds of one step by cause."""
+def stage_times(job: Job, software: Software, c: Constants) -> list[list[LayerTime]]:
+    """What each stage runs of one microbatch: layers, embedding, heads."""
     layers = {(kind, False): overlap.layer_time(job, kind, software, c) for kind in KINDS if _count(job, kind)}
     if job.kept_layers:
         high = replace(job, precision="bf16", kept_layers=frozenset())
@@ -107,6 +108,12 @@ def step_parts(job: Job, software: Software, c: Constants) -> dict[str, float]:
         held = [layers[kind, i < kept[kind]] for kind in KINDS for i in range(getattr(stage, kind))]
         held += [embedding] * stage.embedding + [head] * (stage.head * (1 + job.num_mtp_layers))
         stages.append(held)
+    return stages
+
+
+def step_parts(job: Job, software: Software, c: Constants) -> dict[str, float]:
+    """Seconds of one step by cause."""
+    stages = stage_times(job, software, c)
     alone = sum(t.forward + t.backward for held in stages for t in held)
     steady = sum(t.pair for held in stages for t in held)
     hidden = steady / alone
@@ -120,16 +127,22 @@ def step_parts(job: Job, software: Software, c: Constants) -> dict[str, float]:
     ranks = [job.stage_indices(rank) for rank in range(job.pp)]
     busiest = max(ranks, key=lambda held: sum(t.pair for i in held for t in stages[i]))
     parts: dict[str, float] = {}
+    microbatches = job.microbatches
     for time in (t for i in busiest for t in stages[i]):
         for name, seconds in time.parts.items():
-            parts[name] = parts.get(name, 0.0) + seconds * job.microbatches
+            parts[name] = parts.get(name, 0.0) + seconds * microbatches
     parts = {name: s * (computing - sends) / sum(parts.values()) for name, s in parts.items()}
     parts["exposed PP"] = sends
     parts["bubble"] = total - computing + fill
     parts["exposed DP"] = _data_parallel(job, software, sum(forward) / job.pp, sum(backward) / job.pp)
-    parts["optimizer"] = _optimizer(job, c)
-    parts["stragglers"] = sum(parts.values()) * STRAGGLERS_AT_256 * math.log2(max(job.gpus, 1)) / 8
+    parts["optimizer"] = optimizer_seconds(job, c)
+    parts["stragglers"] = sum(parts.values()) * stragglers(job)
     return parts
+
+
+def stragglers(job: Job) -> float:
+    """Seconds that the slowest of all GPUs holds a step up, as a share of what it would take without."""
+    return STRAGGLERS_AT_256 * math.log2(max(job.gpus, 1)) / 8
 
 
 def _count(job: Job, kind: Kind) -> int:
@@ -183,6 +196,7 @@ def _head(job: Job, c: Constants) -> LayerTime:
 # Data parallelism and the optimizer
 
 
+@lru_cache(maxsize=4096)
 def rank_weights(job: Job) -> tuple[float, float]:
     """(dense, expert) parameters of the pipeline rank that holds most, before sharding over data-parallel ranks."""
 
@@ -221,7 +235,7 @@ def _data_parallel(job: Job, software: Software, forward: float, backward: float
     return exposed
 
 
-def _optimizer(job: Job, c: Constants) -> float:
+def optimizer_seconds(job: Job, c: Constants) -> float:
     dense, experts = rank_weights(job)
     shard = dense / (job.dp * job.cp) + experts / job.edp
     clear_and_norm = 8.0 * (dense + experts) if job.sharding == "zero1" else 8.0 * shard
