@@ -676,6 +676,21 @@ class Plan:
     png: str = ""
     """For --plan: folder for a timeline and a memory chart"""
 
+    search: bool = False
+    """For --plan: look for the fastest layout of this model, batch and sequence length on these GPUs that fits them,
+    instead of planning the one there is (docs/planner_search.md)"""
+
+    search_also: list[Literal["precision", "libraries"]] = field(default_factory=list)
+    """What a search may change besides: "precision", the recipe, and with it the numbers; "libraries", dispatchers and
+    experts of libraries that the file does not ask for: te_ep, deepep, hybridep, te_fused"""
+
+    toml: str = ""
+    """For --plan.search: file to write the layout that was found to, based on the one that was given"""
+
+    diff: str = ""
+    """For --plan: another configuration, to say in which terms of time and memory this one differs from it. [plan] on
+    the command line holds for both"""
+
 
 @dataclass(kw_only=True)
 class Config:

@@ -5,10 +5,9 @@ Runs before any process group exists, so it knows the world size only as a numbe
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import PurePath
-from typing import Any
 
 from titan_moe import (
     cuda_graph_check,
@@ -32,6 +31,7 @@ from titan_moe import (
     upcycle_check,
 )
 from titan_moe.config import Config
+from titan_moe.config_keys import LEAVES
 from titan_moe.mesh_check import (
     data_parallel_degree,
     gradient_accumulation_steps,
@@ -102,6 +102,9 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "checkpoint.keep_latest_k",
     ),
 ]
+
+_RULES = [(rule, holds, path, attrgetter(path)) for rule, holds, paths in RULES for path in paths.split()]
+_FLOATS = [(path, attrgetter(path)) for path, hint in LEAVES.items() if "float" in str(hint)]
 
 NEEDS_GPU: dict[str, tuple[str, tuple[str, ...]]] = {
     "checkpoint.async_mode": ("async", ("async_with_pinned_mem",)),
@@ -181,21 +184,13 @@ def model_flavor(config: Config) -> flavors.Flavor:
 def _numbers(config: Config) -> dict[str, str]:
     """What is wrong with single numbers, by their path."""
     found = {}
-    for rule, holds, paths in RULES:
-        for path in paths.split():
-            value = attrgetter(path)(config)
-            if value is not None and not holds(value):
-                found[path] = f"{path} = {value}: {rule}"
-    return found | _not_finite(config)
-
-
-def _not_finite(section: Any, prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, value in vars(section).items():
-        path = prefix + key
-        if is_dataclass(value):
-            found |= _not_finite(value, f"{path}.")
-        elif isinstance(value, float) and not math.isfinite(value):
+    for rule, holds, path, value_of in _RULES:
+        value = value_of(config)
+        if value is not None and not holds(value):
+            found[path] = f"{path} = {value}: {rule}"
+    for path, value_of in _FLOATS:
+        value = value_of(config)
+        if isinstance(value, float) and not math.isfinite(value):
             found[path] = f"{path} = {value}: must be finite"
     return found
 

@@ -16,6 +16,7 @@ kind on each stage, and the embedding has no norm. Imports no torch.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 
 from titan_moe.config import Config
@@ -106,7 +107,8 @@ def default_stages(schedule: str, pp: int) -> int:
 # Cost
 
 
-def _costs(flavor: Flavor, seq_len: int, recompute: bool) -> tuple[list[float], float]:
+@lru_cache(maxsize=64)
+def _costs(flavor: Flavor, seq_len: int, recompute: bool) -> tuple[tuple[float, ...], float]:
     """FLOPs per token of each layer, and of all that the last stage has besides layers."""
 
     def layer(dense: bool) -> float:
@@ -115,7 +117,7 @@ def _costs(flavor: Flavor, seq_len: int, recompute: bool) -> tuple[list[float], 
 
     terms = flops.per_token(flavor, seq_len, num_mtp_layers=flavor.num_mtp_layers)
     last = terms["logits"] + terms["MTP projection"] + flavor.num_mtp_layers * layer(dense=False)
-    return [layer(dense=i < flavor.n_dense_layers) for i in range(flavor.n_layers)], last
+    return tuple(layer(dense=i < flavor.n_dense_layers) for i in range(flavor.n_layers)), last
 
 
 def stage_flops(flavor: Flavor, layers: list[int], seq_len: int, *, recompute: bool = False) -> list[float]:
@@ -135,6 +137,11 @@ def stage_flops(flavor: Flavor, layers: list[int], seq_len: int, *, recompute: b
 
 def balanced_layers(flavor: Flavor, num_stages: int, seq_len: int, *, recompute: bool = False) -> list[int]:
     """Layers of each stage: the slowest stage is as fast as can be, then the fullest one as empty as can be."""
+    return list(_balanced(flavor, num_stages, seq_len, recompute))
+
+
+@lru_cache(maxsize=1024)
+def _balanced(flavor: Flavor, num_stages: int, seq_len: int, recompute: bool) -> tuple[int, ...]:
     per_layer, last = _costs(flavor, seq_len, recompute)
     before = [0.0]  # FLOPs of the layers in front of each layer
     for cost in per_layer:
@@ -151,7 +158,7 @@ def balanced_layers(flavor: Flavor, num_stages: int, seq_len: int, *, recompute:
         return (num_stages - stage) * (end - first) if time(stage, first, end) <= fastest else inf
 
     _, layers = _minimax(len(per_layer), num_stages, memory)
-    return layers
+    return tuple(layers)
 
 
 def _minimax(n: int, num_stages: int, weight: Callable[[int, int, int], float]) -> tuple[float, list[int]]:

@@ -14,7 +14,9 @@ Letters: T tokens (of this rank), D model width, H heads, F expert hidden width,
 Sizes in bytes; BF16 is 2 bytes per element. Imports no torch.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from titan_moe.flavors import Flavor
@@ -65,22 +67,38 @@ GPU = Kernels()
 CPU = Kernels(norm_is_fused=False, values_are_padded=True, row_alignment=16)
 
 
-def layer(job: Job, kind: Kind, kernels: Kernels = GPU) -> list[Item]:
-    """The tensors of one layer of a job, nothing recomputed."""
-    return megatron_layer(job, kind) if job.sharding == "zero1" else titan_layer(job, kind, kernels)
+READ = attrgetter(
+    *("model", "sharding", "precision", "micro_batch_size", "seq_len", "tp", "cp", "ep", "recompute_mode", "recompute"),
+    *("redispatch", "dispatcher", "ranks_per_node", "routing", "early_weighting"),
+)
+"""What of a job decides what a layer's tensors are. A test changes everything else"""
+_LAYERS: dict[tuple, tuple[Item, ...]] = {}
+REMEMBERED = 1 << 17
 
 
-def kept(job: Job, items: list[Item]) -> list[Item]:
+def layer(job: Job, kind: Kind, kernels: Kernels = GPU) -> tuple[Item, ...]:
+    """The tensors of one layer of a job, nothing recomputed. Remembered by what it reads."""
+    key = (READ(job), kind, kernels)
+    found = _LAYERS.get(key)
+    if found is None:
+        if len(_LAYERS) >= REMEMBERED:
+            _LAYERS.clear()
+        items = megatron_layer(job, kind) if job.sharding == "zero1" else titan_layer(job, kind, kernels)
+        found = _LAYERS[key] = tuple(items)
+    return found
+
+
+def kept(job: Job, items: Iterable[Item]) -> list[Item]:
     """What of `items` stays on the GPU from forward to backward under the job's recompute and offload choices."""
     return [item for item in _not_made_again(job, items) if item.offload not in job.offload]
 
 
-def moved(job: Job, items: list[Item]) -> float:
+def moved(job: Job, items: Iterable[Item]) -> float:
     """Bytes of `items` that go to the host in forward, and come back in backward, under these choices."""
     return sum(item.size * item.moves for item in _not_made_again(job, items) if item.offload in job.offload)
 
 
-def _not_made_again(job: Job, items: list[Item]) -> list[Item]:
+def _not_made_again(job: Job, items: Iterable[Item]) -> list[Item]:
     stays = {"none": lambda item: True, "selective": lambda item: item.selective or item.whole, "full": _is_whole}
     items = [item for item in items if stays[job.recompute_mode](item)]
     return [item for item in items if item.recompute not in job.recompute]

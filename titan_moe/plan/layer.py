@@ -13,6 +13,7 @@ Shape letters: T tokens of this rank, D model width, F expert hidden width, E ex
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from titan_moe.flavors import Flavor
@@ -85,19 +86,27 @@ def layer_kernels(job: Job, kind: Kind, software: Software, c: Constants) -> lis
     return list(build.kernels())
 
 
-def linears(job: Job, kind: Kind) -> list[Linear]:
+def linears(job: Job, kind: Kind) -> tuple[Linear, ...]:
     """The layer's GEMMs as this rank runs them."""
-    f, T, tp = job.model, job.tokens * job.tp, job.tp
+    padding = ALIGNMENT[job.precision_of(["experts"])] / 2
+    return _linears(job.model, kind, job.tokens, job.tp, job.ep, IMBALANCE[job.routing], padding)
+
+
+@lru_cache(maxsize=1 << 16)
+def _linears(
+    f: Flavor, kind: Kind, tokens: int, tp: int, ep: int, imbalance: float, padding: float
+) -> tuple[Linear, ...]:
+    T = tokens * tp
     found = _attention_linears(f, T, tp)
     if kind == "dense":
         hidden = f.dense_hidden_dim / tp
-        return [
+        return (
             *found,
             Linear("MLP gate and up", "shared", f.dim, 2 * hidden, T, source="norm"),
             Linear("MLP down", "shared", hidden, f.dim, T, source="swiglu"),
-        ]
-    e = f.num_experts // job.ep
-    rows = job.tokens * f.top_k / e * IMBALANCE[job.routing] + ALIGNMENT[job.precision_of(["experts"])] / 2
+        )
+    e = f.num_experts // ep
+    rows = tokens * f.top_k / e * imbalance + padding
     found += [
         Linear("experts gate and up", "experts", f.dim, 2 * f.moe_hidden_dim, rows, e),
         Linear("experts down", "experts", f.moe_hidden_dim, f.dim, rows, e, source="swiglu"),
@@ -110,7 +119,7 @@ def linears(job: Job, kind: Kind) -> list[Linear]:
         ]
     if kind == "mtp":
         found.append(Linear("MTP projection", "attention", 2 * f.dim, f.dim / tp, T, source="norm"))
-    return found
+    return tuple(found)
 
 
 def _attention_linears(f: Flavor, T: float, tp: int) -> list[Linear]:

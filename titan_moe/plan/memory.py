@@ -27,9 +27,11 @@ Sizes in bytes; GiB = 2**30. Imports no torch.
 from collections import defaultdict
 from collections.abc import Set
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from titan_moe import te_ep_check
+from titan_moe.flavors import Flavor
 from titan_moe.plan import activations, nccl_ep, schedule, traffic
 from titan_moe.plan.activations import GPU, Kernels
 from titan_moe.plan.job import Job
@@ -139,9 +141,14 @@ class Weights(NamedTuple):
 
 
 def _layer_weights(job: Job, kind: Kind) -> Weights:
-    parts = of_layer(job.model, kind)
-    experts = parts.pop("routed experts", 0) / (job.ep if job.ep > 1 else job.tp)
-    return Weights(sum(n / (1 if part in REPLICATED_BY_TP else job.tp) for part, n in parts.items()), experts)
+    return _weights(job.model, kind, job.ep, job.tp)
+
+
+@cache
+def _weights(model: Flavor, kind: Kind, ep: int, tp: int) -> Weights:
+    parts = of_layer(model, kind)
+    experts = parts.pop("routed experts", 0) / (ep if ep > 1 else tp)
+    return Weights(sum(n / (1 if part in REPLICATED_BY_TP else tp) for part, n in parts.items()), experts)
 
 
 def _layers(stages: list[Stage]) -> dict[Kind, int]:
@@ -220,6 +227,8 @@ def _gathered(job: Job, stages: list[Stage]) -> list[Entry]:
 
 def _low_precision_weights(job: Job, kind: Kind) -> float:
     """Weights of a layer that are quantized, before FSDP cuts them."""
+    if job.precision == "bf16":
+        return 0.0
     return sum(w.k * w.n * w.groups for w in linears(job, kind) if w.precision(job) != "bf16")
 
 
@@ -239,12 +248,10 @@ def in_flight(job: Job, rank: int) -> Set[tuple[int, ...]]:
 def activations_held(job: Job, rank: int, kernels: Kernels = GPU) -> list[Entry]:
     """What pipeline rank `rank` keeps for backward of all microbatches in flight, at the worst moment."""
     each = [_of_microbatch(job, index, kernels) for index in job.stage_indices(rank)]
+    whole = [sum(sizes.values()) for sizes in each]
+    fullest = max(sorted(in_flight(job, rank)), key=lambda held: sum(n * size for n, size in zip(held, whole)))
     names = dict.fromkeys(name for sizes in each for name in sizes)  # in an order that does not change
-    moments = [
-        {name: sum(n * sizes.get(name, 0.0) for n, sizes in zip(held, each, strict=True)) for name in names}
-        for held in sorted(in_flight(job, rank))
-    ]
-    sums = max(moments, key=lambda sizes: sum(sizes.values()))
+    sums = {name: sum(n * sizes.get(name, 0.0) for n, sizes in zip(fullest, each, strict=True)) for name in names}
     if kernels.values_are_padded:
         sums["document mask"] = 1.0 * job.tokens * job.seq_len
     return [Entry("activations", name, size) for name, size in sorted(sums.items(), key=lambda item: -item[1])]

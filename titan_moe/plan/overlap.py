@@ -14,6 +14,7 @@ GPU idles until the queue is full again (`STALL_LAUNCHES`).
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 
 from titan_moe.plan import collectives, kernels, schedule, traffic, within_layer
 from titan_moe.plan.constants import Constants
@@ -102,16 +103,77 @@ def transfers(job: Job, software: Software, c: Constants) -> dict[str, float]:
     return found
 
 
+READ = attrgetter(
+    *("model", "hardware", "precision", "low_precision", "micro_batch_size", "seq_len", "tp", "cp", "ep"),
+    *("recompute_mode", "recompute", "dispatcher", "mxfp8_payload", "routing", "early_weighting", "redispatch"),
+    *("overlap", "comm_sms", "graphs", "fp8_attention", "fused_grouped_mlp", "sync_free"),
+)
+"""What of a job decides how long its kernels and expert-parallel transfers take: not how many of them there are, which
+ranks share parameters, nor what waits in host memory. A test changes everything else"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """A layer's kernels and transfers, before anything but expert parallelism runs beside them. Seconds."""
+
+    parts: dict[str, float]
+    gpu: dict[str, float]
+    """Of kernels, by side: "forward" and "backward\""""
+    sent: dict[str, float]
+    hidden: dict[str, tuple[float, float]]
+    """`within` of a job that overlaps inside a layer, by side"""
+    busy: float
+    """`pair_seconds` of a job that overlaps across microbatches, or 0"""
+    slowed: float
+    host: dict[str, float]
+    stall: float
+    wgrad: float
+
+
+_ALONE: dict[tuple, Alone] = {}
+REMEMBERED = 1 << 17
+
+
+def alone_of(job: Job, kind: Kind, software: Software, c: Constants) -> Alone:
+    """Remembered by what it reads, because a search asks for the same layer under many meshes."""
+    key = (READ(job), kind, software, c)
+    found = _ALONE.get(key)
+    if found is None:
+        if len(_ALONE) >= REMEMBERED:
+            _ALONE.clear()
+        found = _ALONE[key] = _alone(job, kind, software, c)
+    return found
+
+
+def _alone(job: Job, kind: Kind, software: Software, c: Constants) -> Alone:
+    listed, moe = layer_kernels(job, kind, software, c), kind != "dense"
+    sent = transfers(job, software, c) if moe else {}
+    hidden, busy, slowed = {}, 0.0, 0.0
+    if job.overlap in WITHIN and moe:
+        hidden = within(job, listed, sent, c)
+        slowed = sum(stretch for _, stretch in hidden.values())
+    elif job.overlap != "none" and moe:
+        busy, slowed = pair_seconds(job, listed, sent, c)
+    times = 2 if job.overlap == "half_batch" and moe else 1  # that everything is launched
+    launches = _sum((_side(k), launches_left(job, k, software)) for k in listed)
+    return Alone(
+        parts=_sum((k.part, k.seconds) for k in listed),
+        gpu=_sum((_side(k), k.seconds) for k in listed),
+        sent=sent,
+        hidden=hidden,
+        busy=busy,
+        slowed=slowed,
+        host={side: host_seconds(times * count, software, c) for side, count in launches.items()},
+        stall=times * host_seconds(syncs(job) * STALL_LAUNCHES * moe, software, c),
+        wgrad=sum(k.seconds for k in listed if k.phase == "wgrad"),
+    )
+
+
 @lru_cache(maxsize=4096)
 def layer_time(job: Job, kind: Kind, software: Software, c: Constants) -> LayerTime:
     """The layer as the steady state of the pipeline runs it."""
-    listed = layer_kernels(job, kind, software, c)
-    moe = kind != "dense"
-    sent = transfers(job, software, c) if moe else {}
-    parts = _sum((k.part, k.seconds) for k in listed)
-    gpu = _sum((_side(k), k.seconds) for k in listed)
-    launches = _sum((_side(k), launches_left(job, k, software)) for k in listed)
-    stall = host_seconds(syncs(job) * STALL_LAUNCHES * moe, software, c)
+    found = alone_of(job, kind, software, c)
+    parts, gpu, sent, host = dict(found.parts), dict(found.gpu), found.sent, found.host
     beside = collectives.beside(job, kind, gpu["forward"], gpu["backward"])
     for name, (forward, backward) in beside.items():
         gpu["forward"] += forward
@@ -121,27 +183,19 @@ def layer_time(job: Job, kind: Kind, software: Software, c: Constants) -> LayerT
         "forward": gpu["forward"] + sent.get("dispatch", 0.0) + sent.get("combine", 0.0),
         "backward": gpu["backward"] + sent.get("combine backward", 0.0) + sent.get("dispatch backward", 0.0),
     }
-    slowed = 0.0
-    if job.overlap in WITHIN and moe:
-        for side, (saved, stretch) in within(job, listed, sent, c).items():
-            alone[side] -= saved - stretch
-            slowed += stretch
-    if job.overlap == "half_batch" and moe:
-        launches, stall = {side: 2 * count for side, count in launches.items()}, 2 * stall
-    host = {side: host_seconds(launches[side], software, c) for side in alone}
-    forward, backward = (_join(alone[side], host[side], c) for side in ("forward", "backward"))
-    forward += stall
+    for side, (saved, stretch) in found.hidden.items():
+        alone[side] -= saved - stretch
+    forward, backward = (join(alone[side], host[side], c) for side in ("forward", "backward"))
+    forward += found.stall
     steady = sum(alone.values())
     pair = forward + backward
-    if job.overlap not in ("none", *WITHIN) and moe:
-        busy, slowed = pair_seconds(job, listed, sent, c)
-        steady = busy + sum(f + b for f, b in beside.values())
-        pair = min(pair, _join(steady, sum(host.values()), c) + stall)
-    parts["slowed by communication"] = slowed
-    parts["exposed EP"] = steady - sum(gpu.values()) - slowed
+    if found.busy:
+        steady = found.busy + sum(f + b for f, b in beside.values())
+        pair = min(pair, join(steady, sum(host.values()), c) + found.stall)
+    parts["slowed by communication"] = found.slowed
+    parts["exposed EP"] = steady - sum(gpu.values()) - found.slowed
     parts["host"] = pair - steady
-    wgrad = sum(k.seconds for k in listed if k.phase == "wgrad")
-    return LayerTime(forward=forward, backward=backward, wgrad=wgrad, pair=pair, parts=parts)
+    return LayerTime(forward=forward, backward=backward, wgrad=found.wgrad, pair=pair, parts=parts)
 
 
 def _side(kernel: Kernel) -> str:
@@ -155,7 +209,7 @@ def _sum(items: Iterable[tuple[str, float]]) -> dict[str, float]:
     return total
 
 
-def _join(gpu: float, host: float, c: Constants) -> float:
+def join(gpu: float, host: float, c: Constants) -> float:
     return (gpu**c.host_norm + host**c.host_norm) ** (1 / c.host_norm)
 
 

@@ -172,31 +172,30 @@ def pipeline_seconds(
         return microbatches * period, microbatches * period
     simulated = min(microbatches, SIMULATED_ROUNDS * pp)
     last = pp * vp - 1
-    done: dict[tuple[str, int, int], float] = {}
+    # When each microbatch's forward and backward of each stage are done; -1: not yet.
+    forward_done, backward_done = ([[-1.0] * simulated for _ in range(pp * vp)] for _ in range(2))
     orders = [order(rank, pp, vp, simulated) for rank in range(pp)]
     place, free = [0] * pp, [0.0] * pp
     moved = True
     while moved:
         moved = False
         for rank in range(pp):
-            while place[rank] < len(orders[rank]):
-                kind, stage, mb = orders[rank][place[rank]]
+            steps, now = orders[rank], free[rank]
+            for i in range(place[rank], len(steps)):
+                kind, stage, mb = steps[i]
                 if kind == "F":
-                    need = ("F", stage - 1, mb) if stage else None
-                    seconds = forward[stage]
+                    ready = forward_done[stage - 1][mb] if stage else 0.0
+                    here, seconds, waits = forward_done, forward[stage], send if stage else 0.0
                 else:
-                    need = ("B", stage + 1, mb) if stage < last else ("F", stage, mb)
-                    seconds = backward[stage]
-                if need is None:
-                    ready = 0.0
-                elif need in done:
-                    ready = done[need] + (send if need[1] != stage else 0.0)
-                else:
+                    ready = backward_done[stage + 1][mb] if stage < last else forward_done[stage][mb]
+                    here, seconds, waits = backward_done, backward[stage], send if stage < last else 0.0
+                if ready < 0:
                     break
-                free[rank] = max(free[rank], ready) + seconds
-                done[kind, stage, mb] = free[rank]
-                place[rank] += 1
+                now = max(now, ready + waits) + seconds
+                here[stage][mb] = now
+                place[rank] = i + 1
                 moved = True
+            free[rank] = now
     assert all(place[rank] == len(orders[rank]) for rank in range(pp)), "pipeline order waits for itself"
     return max(free) + (microbatches - simulated) * period, microbatches * period
 

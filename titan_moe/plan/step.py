@@ -11,7 +11,9 @@ kernels; while the pipeline fills and drains there is nothing to hide behind.
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
+from titan_moe.flavors import Flavor
 from titan_moe.plan import collectives, flops, kernels, overlap, profiles, schedule, traffic
 from titan_moe.plan import constants as constants_file
 from titan_moe.plan.constants import Constants
@@ -20,6 +22,7 @@ from titan_moe.plan.layer import Kind, layer_kernels, linears
 from titan_moe.plan.overlap import LayerTime
 from titan_moe.plan.profiles import Software
 from titan_moe.plan.schedule import Placed
+from titan_moe.plan.stages import Stage
 from titan_moe.plan.within_layer import WITHIN
 
 KINDS: tuple[Kind, ...] = ("dense", "moe", "mtp")
@@ -94,19 +97,25 @@ def tokens_per_s(job: Job, software: Software | None = None, c: Constants | None
     return job.tokens_per_step / sum(step_parts(job, software, c or constants_file.fitted()).values()) / job.gpus
 
 
-def step_parts(job: Job, software: Software, c: Constants) -> dict[str, float]:
-    """Seconds of one step by cause."""
+def stage_times(job: Job, software: Software, c: Constants) -> list[list[LayerTime]]:
+    """What each stage runs of one microbatch: layers, embedding, heads."""
     layers = {(kind, False): overlap.layer_time(job, kind, software, c) for kind in KINDS if _count(job, kind)}
     if job.kept_layers:
         high = replace(job, precision="bf16", kept_layers=frozenset())
         layers |= {(kind, True): overlap.layer_time(high, kind, software, c) for kind, _ in layers}
-    embedding, head = _embedding(job, c), _head(job, c)
+    embedding, head = embedding_time(job, c), head_time(job, c)
     stages: list[list[LayerTime]] = []
     for index, stage in enumerate(job.stages):
         kept = job.kept_in(index)
         held = [layers[kind, i < kept[kind]] for kind in KINDS for i in range(getattr(stage, kind))]
         held += [embedding] * stage.embedding + [head] * (stage.head * (1 + job.num_mtp_layers))
         stages.append(held)
+    return stages
+
+
+def step_parts(job: Job, software: Software, c: Constants) -> dict[str, float]:
+    """Seconds of one step by cause."""
+    stages = stage_times(job, software, c)
     alone = sum(t.forward + t.backward for held in stages for t in held)
     steady = sum(t.pair for held in stages for t in held)
     hidden = steady / alone
@@ -120,16 +129,22 @@ def step_parts(job: Job, software: Software, c: Constants) -> dict[str, float]:
     ranks = [job.stage_indices(rank) for rank in range(job.pp)]
     busiest = max(ranks, key=lambda held: sum(t.pair for i in held for t in stages[i]))
     parts: dict[str, float] = {}
+    microbatches = job.microbatches
     for time in (t for i in busiest for t in stages[i]):
         for name, seconds in time.parts.items():
-            parts[name] = parts.get(name, 0.0) + seconds * job.microbatches
+            parts[name] = parts.get(name, 0.0) + seconds * microbatches
     parts = {name: s * (computing - sends) / sum(parts.values()) for name, s in parts.items()}
     parts["exposed PP"] = sends
     parts["bubble"] = total - computing + fill
     parts["exposed DP"] = _data_parallel(job, software, sum(forward) / job.pp, sum(backward) / job.pp)
-    parts["optimizer"] = _optimizer(job, c)
-    parts["stragglers"] = sum(parts.values()) * STRAGGLERS_AT_256 * math.log2(max(job.gpus, 1)) / 8
+    parts["optimizer"] = optimizer_seconds(job, c)
+    parts["stragglers"] = sum(parts.values()) * stragglers(job)
     return parts
+
+
+def stragglers(job: Job) -> float:
+    """Seconds that the slowest of all GPUs holds a step up, as a share of what it would take without."""
+    return STRAGGLERS_AT_256 * math.log2(max(job.gpus, 1)) / 8
 
 
 def _count(job: Job, kind: Kind) -> int:
@@ -155,13 +170,13 @@ def _pipeline(job: Job, forward: list[float], backward: list[float], wgrad: list
     return total, computing, sends
 
 
-def _embedding(job: Job, c: Constants) -> LayerTime:
+def embedding_time(job: Job, c: Constants) -> LayerTime:
     table = job.tokens * job.model.dim * 8.0 / kernels.hbm_bytes_per_s(job.hardware, c)
     parts = {"elementwise": 3 * table}
     return LayerTime(forward=table, backward=2 * table, wgrad=0.0, pair=3 * table, parts=parts)
 
 
-def _head(job: Job, c: Constants) -> LayerTime:
+def head_time(job: Job, c: Constants) -> LayerTime:
     """Logits and cross-entropy."""
     rows, vocab = job.tokens * job.tp, job.model.vocab_size / job.tp
     precision = job.precision_of(["lm_head"])
@@ -185,22 +200,27 @@ def _head(job: Job, c: Constants) -> LayerTime:
 
 def rank_weights(job: Job) -> tuple[float, float]:
     """(dense, expert) parameters of the pipeline rank that holds most, before sharding over data-parallel ranks."""
+    held = tuple(tuple(job.stages_of_rank(rank)) for rank in range(job.pp))
+    return _rank_weights(job.model, job.tp, held, tuple(_layer_weights(job, kind) for kind in KINDS))
 
-    def of_rank(rank: int) -> tuple[float, float]:
-        dense = experts = 0.0
-        for stage in job.stages_of_rank(rank):
-            for kind in KINDS:
-                n = getattr(stage, kind)
-                for linear in linears(job, kind) if n else ():
-                    weights = n * linear.k * linear.n * linear.groups
-                    if linear.block == "experts":
-                        experts += weights
-                    else:
-                        dense += weights
-            dense += (stage.embedding + stage.head) * job.model.dim * job.model.vocab_size / job.tp
-        return dense, experts
 
-    return max((of_rank(rank) for rank in range(job.pp)), key=sum)
+def _layer_weights(job: Job, kind: Kind) -> tuple[float, float]:
+    found = linears(job, kind)
+    experts = sum(w.k * w.n * w.groups for w in found if w.block == "experts")
+    return sum(w.k * w.n * w.groups for w in found) - experts, experts
+
+
+@lru_cache(maxsize=1 << 14)
+def _rank_weights(
+    model: Flavor, tp: int, ranks: tuple[tuple[Stage, ...], ...], layers: tuple[tuple[float, float], ...]
+) -> tuple[float, float]:
+    def of_rank(stages: tuple[Stage, ...]) -> tuple[float, float]:
+        numbers = [sum(getattr(stage, kind) for stage in stages) for kind in KINDS]
+        dense, experts = (sum(n * layer[i] for n, layer in zip(numbers, layers)) for i in range(2))
+        ends = sum(stage.embedding + stage.head for stage in stages)
+        return dense + ends * model.dim * model.vocab_size / tp, experts
+
+    return max((of_rank(stages) for stages in ranks), key=sum)
 
 
 def _data_parallel(job: Job, software: Software, forward: float, backward: float) -> float:
@@ -221,7 +241,7 @@ def _data_parallel(job: Job, software: Software, forward: float, backward: float
     return exposed
 
 
-def _optimizer(job: Job, c: Constants) -> float:
+def optimizer_seconds(job: Job, c: Constants) -> float:
     dense, experts = rank_weights(job)
     shard = dense / (job.dp * job.cp) + experts / job.edp
     clear_and_norm = 8.0 * (dense + experts) if job.sharding == "zero1" else 8.0 * shard

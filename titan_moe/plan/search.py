@@ -1,0 +1,102 @@
+"""The fastest jobs of a space (space.py) that fit into memory, by branch and bound, without looking at most of it.
+
+Nodes are taken in the order of the throughput that they can reach at best; what is left when that falls `BAND` below the
+best job found is not looked at. On the way a node is dropped
+
+    memory     when what it needs at least is more than there is;
+    dominated  when a job that was found is at least as fast as it can get, and needs no more than it can go down to.
+
+Neither can lose a job that is on the front of throughput and memory, because bounds hold for all below a node: a test
+compares with every job of a small space. The search is one pass in one process, and the same each time. Imports no
+torch.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from titan_moe.plan.space import LEVELS, Node, Space
+
+BAND = 0.10
+"""The front of throughput and memory goes down to so much less than the best: about the planner's error"""
+EXACT = len(LEVELS) - 1
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What a search found."""
+
+    front: list[Node]
+    """Jobs that fit, of which none is faster and needs no more memory than another; fastest first"""
+    nearest: Node | None
+    """If none fits, the one that needs least memory"""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Nodes looked at by level, and dropped by reason"""
+
+
+def search(space: Space, limit: float, band: float = BAND) -> Found:
+    """The front of the jobs that need at most `limit` bytes."""
+    counts: Counter[str] = Counter()
+    front: list[Node] = []
+    ties, heap = count(), []
+
+    def useful(node: Node) -> bool:
+        if node.memory > limit:
+            counts["memory"] += 1
+        elif front and node.rate < (1 - band) * front[0].rate:
+            counts["slow"] += 1
+        elif any(point.rate >= node.rate and point.memory <= node.memory for point in front):
+            counts["dominated"] += 1
+        else:
+            return True
+        return False
+
+    def push(nodes: Iterator[Node]) -> None:
+        for node in nodes:
+            counts[LEVELS[node.level]] += 1
+            if useful(node):
+                heapq.heappush(heap, (-node.rate, -node.level, next(ties), node))
+
+    push(space.roots())
+    while heap:
+        node = heapq.heappop(heap)[-1]
+        if not useful(node):
+            continue
+        if node.level < EXACT:
+            push(space.children(node))
+        elif space.allowed(node):
+            front = [p for p in front if not (node.rate >= p.rate and node.memory <= p.memory)] + [node]
+            front.sort(key=lambda p: -p.rate)
+    front = [point for point in front if point.rate >= (1 - band) * front[0].rate]
+    return Found(front=front, nearest=None if front else least(space), counts=counts)
+
+
+def least(space: Space) -> Node | None:
+    """The job that needs the least memory, the fastest of those; None if there is none at all."""
+    ties, heap = count(), []
+
+    def push(nodes: Iterator[Node]) -> None:
+        for node in nodes:
+            heapq.heappush(heap, (node.memory, -node.level, -node.rate, next(ties), node))
+
+    push(space.roots())
+    while heap:
+        node = heapq.heappop(heap)[-1]
+        if node.level < EXACT:
+            push(space.children(node))
+        elif space.allowed(node):
+            return node
+    return None
+
+
+def every(space: Space) -> Iterator[Node]:
+    """Every job of a space, without bounds: for tests."""
+    stack = list(space.roots())
+    while stack:
+        node = stack.pop()
+        if node.level < EXACT:
+            stack += space.children(node)
+        elif space.allowed(node):
+            yield node

@@ -1,0 +1,414 @@
+"""What a search chooses from: every way to lay a configuration out on its GPUs, as a tree that decides on one group of
+settings at each level.
+
+    shape      precision, tensor, context and expert degrees, sequences per microbatch
+    route      how tokens reach their experts, what runs meanwhile, what computes the experts
+    mesh       pipeline degree, schedule and stages, replicas (the rest of the GPUs shard: FSDP2); when gradients are
+               reduced and gathered parameters freed
+    recompute  what backward makes again, and whether tokens are sent again for it
+    offload    what waits in host memory
+
+Each node is a whole job, in which what is not decided yet is the fastest there is, and has bounds (bounds.py) for all
+below it. Everything else stays as the file has it: the model, the batch, the sequence length, the types of parameters
+and moments. What changes numbers, the precision, or needs libraries that the file does not ask for, only changes where
+`plan.search_also` says so.
+
+Which combinations a training refuses is asked of the training's own checks (config_check.py); none is written down
+here. Imports no torch.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations, product
+from typing import Any, NamedTuple, Protocol, get_args
+
+from titan_moe import mesh_check
+from titan_moe.config import Config
+from titan_moe.config_check import check, model_flavor
+from titan_moe.config_keys import LEAVES
+from titan_moe.pipeline_layout import ONE_STAGE, V_SHAPED, balanced_layers
+from titan_moe.plan import bounds, memory, profiles, step, traffic
+from titan_moe.plan import constants as constants_file
+from titan_moe.plan.bounds import Fixed
+from titan_moe.plan.check import plan_problems
+from titan_moe.plan.hardware import Hardware, resolve
+from titan_moe.plan.job import Job
+from titan_moe.precision.recipes import RECIPES
+
+Choice = dict[str, Any]
+"""Values of keys"""
+LARGEST_MICROBATCH = 16
+"""Sequences"""
+STAGES_PER_RANK = (2, 3, 4, 6, 8)
+"""Of interleaved schedules"""
+SCHEDULES = get_args(LEAVES["parallelism.pipeline_parallel_schedule"])
+OFFLOADABLE: tuple[tuple[str, ...], ...] = (
+    ("layer_input",),
+    ("attn_q", "attn_k", "attn_v"),
+    ("attn_out",),
+    ("moe_expert_input",),
+)
+"""What is offloaded together or not at all"""
+OFFLOADED_LAST = ("layer_input", "moe_expert_input")
+"""What is left to offload when whole layers are recomputed"""
+LIBRARIES = ("te_ep", "deepep", "hybridep")
+
+P = "parallelism."
+FSDP = (P + "fsdp_reduce_every_microbatch", P + "fsdp_reshard_after_forward")
+LEVELS = ("shape", "route", "mesh", "recompute", "offload", "exact")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A job of which the first levels are decided."""
+
+    level: int
+    """The last level that is, in LEVELS"""
+    job: Job
+    choice: Choice
+    rate: float
+    """Tokens per second and GPU that nothing below exceeds; at the last level what is predicted"""
+    memory: float
+    """Bytes that nothing below goes under; at the last level what is predicted"""
+    fixed: list[Fixed] = field(default_factory=list)
+    """From "mesh" on: bytes that no saving touches"""
+    tensors: list[list[str]] = field(default_factory=list)
+    """At "recompute": what can be offloaded together"""
+
+
+class Saving(NamedTuple):
+    part: Choice
+    """What is recomputed"""
+    tensors: list[list[str]]
+    """What can be offloaded with that"""
+
+
+class Space(Protocol):
+    """A tree of jobs that `search` goes through."""
+
+    def roots(self) -> Iterator[Node]: ...
+
+    def children(self, node: Node) -> Iterator[Node]: ...
+
+    def allowed(self, node: Node) -> bool:
+        """Whether a node of the last level can be had; asked of few of them."""
+        ...
+
+
+def changed(config: Config, choice: Choice) -> Config:
+    """A copy of `config` with other values of some keys; what did not change is shared."""
+    new = copy.copy(config)
+    for section in {key.partition(".")[0] for key in choice}:
+        setattr(new, section, copy.copy(getattr(config, section)))
+    for key, value in choice.items():
+        section, _, name = key.partition(".")
+        setattr(getattr(new, section), name, value)
+    return new
+
+
+def divisors(whole: int) -> list[int]:
+    return [d for d in range(1, whole + 1) if whole % d == 0]
+
+
+class ConfigSpace:
+    """The layouts of `config` on plan.gpus GPUs of plan.hardware. `plan_problems` has found nothing wrong."""
+
+    def __init__(self, config: Config, limit: float) -> None:
+        """`limit`: bytes beyond which a job need not be looked at."""
+        assert config.plan.gpus is not None
+        self.gpus, self.hardware = config.plan.gpus, resolve(config.plan.hardware)
+        # The batch is what is asked for; it must not follow the mesh.
+        whole = mesh_check.sequences_per_step(config, self.gpus)
+        self.config = changed(config, {"training.global_batch_size": whole})
+        self.batch, self.model = whole, model_flavor(config)
+        self.also = set(config.plan.search_also)
+        self.software, self.constants = profiles.of_release("titan")[0], constants_file.fitted()
+        self.limit = limit
+        self._savings: dict[tuple, list[Saving]] = {}
+
+    def job(self, choice: Choice) -> Job | None:
+        """The job of the file with these values; None if training refuses it."""
+        config = changed(self.config, choice)
+        if mesh_check.check_accelerator(config):
+            return None
+        try:  # which makes all other checks
+            return Job.from_config(config, self.gpus, self.hardware)
+        except ValueError:
+            return None
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Shapes
+
+    def roots(self) -> Iterator[Node]:
+        most = traffic.ranks_per_domain(self.hardware)  # tensor parallelism stays inside one: it is in every layer
+        degrees = divisors(self.gpus)
+        for recipe, tp, cp, ep in product(
+            self.recipes, [d for d in degrees if d <= most], degrees, divisors(self.model.num_experts)
+        ):
+            if self.gpus % (tp * cp) or self.gpus % ep:
+                continue
+            for size in [d for d in divisors(self.batch) if d <= LARGEST_MICROBATCH]:
+                choice = {
+                    "precision.recipe": recipe,
+                    P + "tensor_parallel_degree": tp,
+                    P + "context_parallel_degree": cp,
+                    P + "expert_parallel_degree": ep,
+                }
+                if (found := self._some_mesh(choice, size)) is not None:
+                    yield found
+
+    @cached_property
+    def recipes(self) -> list[str | None]:
+        own = self.config.precision.recipe
+        if "precision" not in self.also:
+            return [own]
+        others = ["bf16", *(name for name in RECIPES if name in self.hardware.precisions)]
+        return [own, *(name for name in others if name != (own or "bf16"))]
+
+    def _some_mesh(self, choice: Choice, size: int) -> Node | None:
+        """The shape on the shortest pipeline that it can have, with routes that are not decided yet."""
+        route = self._routes(choice[P + "expert_parallel_degree"])[0]
+        for mesh in self._meshes(choice, size, replicas=(1,)):
+            if mesh[P + "pipeline_parallel_schedule"] not in ("1F1B", "Interleaved1F1B"):
+                continue
+            whole = choice | route | {"moe.overlap": "none"} | mesh | self._fastest(mesh)
+            if (job := self.job(whole)) is None:
+                continue
+            rate = max(
+                bounds.compute(self._with_route(job, other), self.software, self.constants)
+                for other in self._routes(job.ep)
+            )
+            return Node(level=0, job=job, choice=choice | {"size": size}, rate=rate, memory=0.0)
+        return None
+
+    def _with_route(self, job: Job, route: Choice) -> Job:
+        """For a bound, whether or not they go together."""
+        named = route["moe.dispatcher"]
+        kind = self._auto(job.ep) if named == "auto" else named
+        return replace(job, dispatcher=kind, fused_grouped_mlp=route["moe.experts"] == "te_fused")
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Routes
+
+    @staticmethod
+    def _auto(ep: int) -> str:
+        return "local" if ep == 1 else "dedup"
+
+    def _routes(self, ep: int) -> list[Choice]:
+        """Dispatchers, and what computes the experts."""
+        moe = self.config.moe
+        own = "auto" if ep == 1 or moe.dispatcher == "local" else moe.dispatcher
+        named = [own]
+        if ep > 1:
+            others = ("dedup", "alltoall", *(LIBRARIES if "libraries" in self.also else ()))
+            named += [name for name in others if name not in (own, self._auto(ep) if own == "auto" else "")]
+        experts = [moe.experts]
+        if "libraries" in self.also and moe.experts != "te_fused":
+            experts.append("te_fused")
+        found = []
+        for name, computes in product(named, experts):
+            by_node = None
+            if name in ("auto", "dedup") and ep > self.hardware.nvlink_domain:
+                by_node = moe.ranks_per_node or traffic.ranks_per_domain(self.hardware)
+            found.append(
+                {
+                    "moe.dispatcher": name,
+                    "moe.experts": computes,
+                    "moe.ranks_per_node": by_node,
+                    "moe.hop_chunks": moe.hop_chunks if by_node else 1,
+                    "moe.te_ep_payload": moe.te_ep_payload if name == "te_ep" else "bf16",
+                }
+            )
+        return found
+
+    def _shape_children(self, node: Node) -> Iterator[Node]:
+        kinds = get_args(LEAVES["moe.overlap"])
+        for route, overlap in product(self._routes(node.job.ep), kinds):
+            choice = node.choice | route | {"moe.overlap": overlap}
+            for mesh in self._meshes(choice, choice["size"], replicas=(1,)):
+                if (job := self.job(_keys(choice) | mesh | self._fastest(mesh))) is not None:
+                    rate = min(node.rate, bounds.layers(job, self.software, self.constants))
+                    yield Node(level=1, job=job, choice=choice, rate=rate, memory=0.0)
+                    break
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Meshes
+
+    def _meshes(self, choice: Choice, size: int, replicas: tuple[int, ...] | None = None) -> Iterator[Choice]:
+        """Every pipeline and number of replicas that divide the rest of the GPUs and the batch, shortest first."""
+        tp, cp = choice[P + "tensor_parallel_degree"], choice[P + "context_parallel_degree"]
+        for pp in divisors(self.gpus // (tp * cp)):
+            data = self.gpus // (tp * cp * pp)
+            if self.batch % (data * size):
+                continue
+            local = size if pp == 1 else self.batch // data
+            for pipeline, replicate in product(self._pipelines(pp, size), replicas or divisors(data)):
+                yield {
+                    P + "pipeline_parallel_degree": pp,
+                    **pipeline,
+                    P + "data_parallel_replicate_degree": replicate,
+                    P + "data_parallel_shard_degree": -1,
+                    "training.local_batch_size": local,
+                }
+
+    def _pipelines(self, pp: int, size: int) -> Iterator[Choice]:
+        p = self.config.parallelism
+        names = ("schedule", "layers_per_stage", "microbatch_size")
+
+        def keys(*values: Any) -> Choice:
+            return {f"{P}pipeline_parallel_{name}": value for name, value in zip(names, values)}
+
+        if pp == 1:  # the schedule then means nothing
+            yield keys("1F1B", [], 1)
+            return
+        for schedule in SCHEDULES:
+            if schedule in (*ONE_STAGE, *V_SHAPED):
+                yield keys(schedule, [], size)
+                continue
+            for each in STAGES_PER_RANK if schedule == "Interleaved1F1B" else (2,):
+                if pp * each > self.model.n_layers + 1:
+                    break
+                layers = []
+                if each > 2:
+                    layers = balanced_layers(self.model, pp * each, self.config.training.seq_len)
+                yield keys(schedule, layers, size)
+        own = p.pipeline_parallel_layers_per_stage
+        if own and pp == p.pipeline_parallel_degree:
+            yield keys(p.pipeline_parallel_schedule, own, size)
+
+    def _fastest(self, mesh: Choice) -> Choice:
+        """No recompute and nothing offloaded or freed: most memory, least time."""
+        return {
+            "activation_checkpoint.mode": "none",
+            "activation_checkpoint.recompute": [],
+            "activation_offload.tensors": [],
+            "moe.redispatch": False,
+            **dict(zip(FSDP, (False, "never" if mesh[P + "pipeline_parallel_degree"] == 1 else "default"))),
+        }
+
+    def _route_children(self, node: Node) -> Iterator[Node]:
+        for mesh in self._meshes(node.choice, node.choice["size"]):
+            choice = _keys(node.choice) | mesh | self._fastest(mesh)
+            if (job := self.job(choice)) is None:
+                continue
+            reduce = (False, True) if job.pp == 1 and job.microbatches > 1 else (False,)
+            reshard = ("never", "default") if job.pp == 1 else ("default", "always")
+            if job.schedule not in ("1F1B", "Interleaved1F1B"):
+                reshard = ("default",)
+            for early, freed in product(reduce, reshard):
+                yield from self._mesh(node, choice | dict(zip(FSDP, (early, freed))), job)
+
+    def _mesh(self, node: Node, choice: Choice, job: Job) -> Iterator[Node]:
+        job = _saved(job, choice)
+        fixed = bounds.fixed_memory(job)
+        least = replace(job, recompute_mode="full", offload=frozenset(OFFLOADED_LAST), redispatch=True)
+        needs = bounds.least_memory(least, fixed)
+        if needs <= self.limit:
+            rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
+            yield Node(level=2, job=job, choice=choice, rate=rate, memory=needs, fixed=fixed)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What saves memory
+
+    def _savings_of(self, node: Node) -> list[Saving]:
+        """What can be recomputed and offloaded of a layer. It depends on the mesh only through what is 1."""
+        job = node.job
+        key = (job.cp == 1, job.pp == 1, job.ep == 1, job.dispatcher)
+        if key not in self._savings:
+            self._savings[key] = [
+                Saving(part, [names for names in _offloads() if self._goes(node.choice | part, names)])
+                for part in _recomputes()
+                if (not part["moe.redispatch"] or (job.ep > 1 and part["activation_checkpoint.mode"] != "none"))
+                and self._goes(node.choice | part, [])
+            ]
+        return self._savings[key]
+
+    def _goes(self, choice: Choice, tensors: list[str]) -> bool:
+        return not check(changed(self.config, choice | {"activation_offload.tensors": tensors}), self.gpus)
+
+    def _mesh_children(self, node: Node) -> Iterator[Node]:
+        for saving in self._savings_of(node):
+            choice = node.choice | saving.part
+            job: Job | None = _saved(node.job, choice)
+            least = replace(job, offload=frozenset(name for names in saving.tensors for name in names))
+            needs = max(node.memory, bounds.least_memory(least, node.fixed))
+            if needs <= self.limit and job.recompute_mode == "full" and job.pp > 1:  # which weighs layers otherwise
+                job = self.job(choice)
+            if needs > self.limit or job is None:
+                continue
+            rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
+            yield Node(
+                level=3, job=job, choice=choice, rate=rate, memory=needs, fixed=node.fixed, tensors=saving.tensors
+            )
+
+    def _recompute_children(self, node: Node) -> Iterator[Node]:
+        for tensors in node.tensors:
+            job = replace(node.job, offload=frozenset(tensors))
+            needs = max(node.memory, bounds.least_memory(job, node.fixed))
+            if needs <= self.limit:
+                rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
+                choice = node.choice | {"activation_offload.tensors": tensors}
+                yield Node(level=4, job=job, choice=choice, rate=rate, memory=needs)
+
+    def _offload_children(self, node: Node) -> Iterator[Node]:
+        needs = memory.predict_memory(node.job).needed
+        if needs <= self.limit:
+            rate = step.tokens_per_s(node.job, self.software, self.constants)
+            yield replace(node, level=5, rate=rate, memory=needs)
+
+    def children(self, node: Node) -> Iterator[Node]:
+        below = (
+            self._shape_children,
+            self._route_children,
+            self._mesh_children,
+            self._recompute_children,
+            self._offload_children,
+        )
+        return below[node.level](node)
+
+    def allowed(self, node: Node) -> bool:
+        config = changed(self.config, node.choice)
+        if plan_problems(config):
+            return False
+        assert Job.from_config(config, self.gpus, self.hardware) == node.job, "the file means another job"
+        return True
+
+
+def _keys(choice: Choice) -> Choice:
+    return {key: value for key, value in choice.items() if key in LEAVES}
+
+
+def _recomputes() -> list[Choice]:
+    """Every choice of what backward makes again, whether or not a model has it."""
+    parts = get_args(get_args(LEAVES["activation_checkpoint.recompute"])[0])
+    modes = [("none", list(some)) for n in range(len(parts) + 1) for some in combinations(parts, n)]
+    modes += [("selective", []), ("full", [])]
+    names = ("activation_checkpoint.mode", "activation_checkpoint.recompute", "moe.redispatch")
+    return [dict(zip(names, (mode, parts, again))) for (mode, parts), again in product(modes, (False, True))]
+
+
+def _offloads() -> list[list[str]]:
+    """Every choice of what waits in host memory."""
+    every = get_args(get_args(LEAVES["activation_offload.tensors"])[0])
+    assert {name for group in OFFLOADABLE for name in group} == {*every}
+    return [
+        [name for group in some for name in group]
+        for n in range(len(OFFLOADABLE) + 1)
+        for some in combinations(OFFLOADABLE, n)
+    ]
+
+
+def _saved(job: Job, choice: Choice) -> Job:
+    """The job with a choice's savings. `ConfigSpace.allowed` compares what comes out with what the file means."""
+    early, freed = (choice[key] for key in FSDP)
+    return replace(
+        job,
+        recompute_mode=choice["activation_checkpoint.mode"],
+        recompute=frozenset(choice["activation_checkpoint.recompute"]),
+        offload=frozenset(choice["activation_offload.tensors"]),
+        redispatch=choice["moe.redispatch"],
+        reduce_every_microbatch=early,
+        reshard_after_forward={"always": True, "never": False}.get(freed, job.pp == 1),
+    )
