@@ -6,7 +6,6 @@ One job of two processes trains with each, with the options of the page's own co
 import csv
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +29,13 @@ base += ["--metrics.log_freq=1", "--metrics.enable_tensorboard=false", "--valida
 run_cases(2, {name: Case(argv, base=base) for name, argv in cases.items()}, out)
 
 from titan_moe.config import DataSource
+from titan_moe.config_check import check
+from titan_moe.config_file import read
 from titan_moe.sources.listing import list_source
 pieces = list_source(DataSource(dataset="tables/a.csv")).pieces
 texts = [text.decode() for piece in pieces for text in piece.documents()]
+fixed = read([*base, *cases["allgather"], "--moe.recv_buffer=worst_case"])
+(out / "refused.json").write_text(json.dumps(fixed.problems + check(fixed.config, 2)))
 (out / "texts.json").write_text(json.dumps(texts))
 """
 
@@ -99,7 +102,9 @@ def test_the_dispatcher(outcome):
     compare(outcome["allgather"], outcome["dedup"])
     compare(outcome["allgather_full"], outcome["dedup"])
     ran = (outcome["allgather"].folder / "config.toml").read_text()
-    assert re.search(r'dispatcher = "allgather"', ran)
+    assert 'dispatcher = "allgather"' in ran
+    (refusal,) = json.loads((outcome["allgather"].folder.parent / "refused.json").read_text())
+    assert refusal.startswith('moe.dispatcher = "allgather"')
 
 
 def test_the_experts(outcome):
