@@ -1,49 +1,24 @@
-"""README's shell commands, run as they stand there in a copy of the repository; the first is the debug run in full."""
+"""README: its two commands, the first of them the debug run in full, and what it promises about itself. Its other
+commands run in test_docs.py."""
 
 import collections
 import math
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.shell_blocks import bash, clone, fenced, shell_blocks, text_of
 from titan_moe.config import DataSource
 from titan_moe.metrics import read_metrics
 from titan_moe.sources.listing import list_source
 
-REPO = Path(__file__).parents[1]
-BLOCKS = re.findall(r"```bash\n(.*?)```", (REPO / "README.md").read_text(), flags=re.DOTALL)
+BLOCKS = shell_blocks("README.md")
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """What a clone of this working tree would hold."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=REPO,
-        capture_output=True,
-        check=True,
-    )
-    folder = tmp_path_factory.mktemp("clone")
-    for name in filter(None, listed.stdout.decode().split("\0")):
-        if (REPO / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPO / name, folder / name)
-    return folder
-
-
-def bash(block: str, folder: Path) -> str:
-    # With this Python first on the path, the scripts find all packages there instead of setting up a second .venv.
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block], cwd=folder, env=env, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, f"{block}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done.stdout + done.stderr
+    return clone(tmp_path_factory.mktemp("clone"))
 
 
 def unigram_entropy(dataset: str) -> float:
@@ -77,11 +52,13 @@ def test_the_first_command_trains_the_debug_model(copy):
 
 
 def test_readme_shows_what_a_run_prints():
-    """The two lines README promises: a loss that the target allows, in the format that the test above sees."""
-    shown, tests, *_ = re.findall(r"```text\n(.*?)```", (REPO / "README.md").read_text(), flags=re.DOTALL)
+    """The two lines README promises: a loss that the target allows, in the format that the test above sees; and the
+    page that explains the line shows the same one."""
+    shown, tests, *_ = [block for language, block in fenced("README.md") if language == "text"]
     assert re.search(r"\d+ passed", tests)
     assert re.search(r"step: 160  loss:  2\.\d{5}  grad_norm", shown)
     assert float(re.search(r"validate step: 160  loss:  (\d\.\d{4})", shown).group(1)) < 0.85 * 3.14
+    assert shown.splitlines()[0] in text_of("docs/telemetry.md")
 
 
 def test_the_second_command_runs_the_tests(copy):
@@ -90,16 +67,18 @@ def test_the_second_command_runs_the_tests(copy):
     assert re.search(r"\d+ tests collected", bash("./run_tests.sh --collect-only -q -m ''", copy))
 
 
-@pytest.mark.parametrize("block", BLOCKS[2:])
-def test_the_other_commands_run(copy, block):
-    assert "step:" in bash(block, copy)
+def test_readme_is_short():
+    assert len(text_of("README.md").splitlines()) <= 250
 
 
-def test_own_data_takes_three_commands_from_jsonl_to_a_run():
-    """The test above runs them."""
-    (block,) = [block for block in BLOCKS[2:] if "titan_moe.tokenize" in block]
-    commands = re.findall(r"^(mkdir|\$\(python3|\./run_train\.sh)", block, flags=re.MULTILINE)
-    assert len(commands) == 3 and "my_texts/a.jsonl" in block
+def test_measured_numbers_carry_their_command_and_commit():
+    """What is neither generated nor explained beside it: each row of results, and what the two commands print."""
+    results = text_of("README.md").split("## Results")[1].split("\n## ")[0]
+    table = results.split("| what | result | command | at |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(table) >= 3
+    for row in table:
+        assert re.search(r"\| `[^`]*python [^`]+` \| [0-9a-f]{7,}", row), row
+    assert len(re.findall(r"\(at [0-9a-f]{7,}[,)]", text_of("README.md").split("## What it is")[0])) == 2
 
 
 @pytest.mark.slow

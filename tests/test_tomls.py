@@ -73,11 +73,11 @@ def test_snippets_are_sound(beside: Path, text: str) -> None:
     assert any(check(loaded.config, world) == [] for world in WORLDS), check(loaded.config, 1)
 
 
-def test_the_mistakes_that_readme_shows(beside: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_mistakes_that_the_page_shows(beside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     snippet, words, shown = re.findall(
         r"```toml\n(base = .*?)```.*?\n`train_configs/short.toml`, with `(.*?)` gives\n\n```text\n(.*?)```",
-        readme,
+        page,
         re.DOTALL,
     )[0]
     beside.write_text(snippet)

@@ -1,4 +1,4 @@
-"""README's research edits, applied to copies of train.py."""
+"""The research edits of docs/research.md, applied to copies of train.py."""
 
 import re
 import subprocess
@@ -9,24 +9,24 @@ from typing import Any
 from tests.distributed.harness import REPO
 
 
-def readme_edits() -> dict[str, str]:
-    """{name of the edit: its diff} for every ```diff block of README; the name is in the diff's first line, `#
+def research_edits() -> dict[str, str]:
+    """{name of the edit: its diff} for every ```diff block of docs/research.md; the name is in its first line, `#
     name`."""
-    readme = (REPO / "README.md").read_text()
-    blocks = re.findall(r"```diff\n# (\w+)\n(.*?)```", readme, flags=re.DOTALL)
+    page = (REPO / "docs" / "research.md").read_text()
+    blocks = re.findall(r"```diff\n# (\w+)\n(.*?)```", page, flags=re.DOTALL)
     return dict(blocks)
 
 
 def edited_copies(folder: Path) -> dict[str, Path]:
     """{name: train.py with that edit alone applied}."""
     copies = {}
-    for name, diff in readme_edits().items():
+    for name, diff in research_edits().items():
         copy = folder / name / "train.py"
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text((REPO / "train.py").read_text())
         command = ["git", "apply", "-"]
         applied = subprocess.run(command, cwd=copy.parent, input=diff, text=True, capture_output=True, check=False)
-        assert applied.returncode == 0, f"README's edit {name} does not apply: {applied.stderr}"
+        assert applied.returncode == 0, f"docs/research.md: edit {name} does not apply: {applied.stderr}"
         copies[name] = copy
     return copies
 

@@ -1,4 +1,4 @@
-"""Whole runs: they repeat, they can be killed and extended, they match the golden losses, and README's edits work."""
+"""Whole runs: they repeat, they can be killed and extended, they match the golden losses, and research edits work."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed.cases import EP2, SCHEDULE_100
-from tests.distributed.edits import readme_edits
+from tests.distributed.edits import research_edits
 from tests.distributed.harness import REPO, SMALL_FP32, Outcome, torchrun
 from titan_moe.metrics import read_metrics
 
@@ -77,27 +77,27 @@ def test_the_run_folder_says_what_ran(outcome):
     assert all(record["mfu"] is None for record in records), "a CPU's peak is unknown, so there is no MFU to show"
 
 
-def test_readme_has_three_edits_of_ten_lines_at_most():
-    edits = readme_edits()
+def test_there_are_three_edits_of_ten_lines_at_most():
+    edits = research_edits()
     assert sorted(edits) == ["loss_term", "new_quantity", "schedule"]
     for name, diff in edits.items():
         changed = [line for line in diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
         assert 1 <= len(changed) <= 10, name
 
 
-def test_readme_edit_adds_a_loss_term(outcome):
+def test_research_edit_adds_a_loss_term(outcome):
     """Told as a quantity of its own, and part of what is minimised: from the second step on the loss is another."""
     plain, edited = outcome(1, "uninterrupted").losses, outcome(1, "loss_term").losses
     assert edited[0] == plain[0] and edited[1:] != plain[1:3]
     assert all(record["hidden_loss"] > 0 for record in outcome(1, "loss_term").metrics.values())
 
 
-def test_readme_edit_changes_the_schedule(outcome):
+def test_research_edit_changes_the_schedule(outcome):
     rates = [record["lr"] for record in outcome(1, "schedule").metrics.values()]
     assert rates == pytest.approx([3e-3 * min((step + 1) / 10, ((step + 1) / 10) ** -0.5) for step in range(3)])
 
 
-def test_readme_edit_logs_a_new_quantity(outcome):
+def test_research_edit_logs_a_new_quantity(outcome):
     norms = [record["embedding_norm"] for record in outcome(1, "new_quantity").metrics.values()]
     assert len(norms) == 3 and all(norm > 1 for norm in norms)
     assert outcome(1, "new_quantity").losses == outcome(1, "uninterrupted").losses[:3]
