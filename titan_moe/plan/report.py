@@ -6,16 +6,17 @@ Imports no torch.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_moe.config import Config
 from titan_moe.config_file import ConfigError
-from titan_moe.plan import hardware, improve, parameters
+from titan_moe.plan import hardware, improve, parameters, scaling, scaling_report
 from titan_moe.plan.check import plan_problems
 from titan_moe.plan.improve import Improvement
 from titan_moe.plan.job import Job
 from titan_moe.plan.memory import GIB, Memory, predict_memory
+from titan_moe.plan.scaling import Impossible, Scaled
 from titan_moe.plan.step import Prediction, predict
 
 SHOWN = 0.004
@@ -33,6 +34,8 @@ class Plan:
     """The three that would help most among those that fit (all of them if the plan itself does not)"""
     out_of_reach: Improvement | None
     """One that would help more than the first of them, but does not fit"""
+    scaling: tuple[Scaled | Impossible, ...] = ()
+    """The same run on plan.gpus and plan.scale GPUs; empty if that was not asked"""
 
 
 def make(config: Config, name: str) -> Plan:
@@ -44,7 +47,8 @@ def make(config: Config, name: str) -> Plan:
         job = Job.from_config(config, config.plan.gpus, hardware.resolve(config.plan.hardware))
     except ValueError as error:  # a layout that training does not check yet
         raise ConfigError(name, [str(error)]) from error
-    return of_job(job)
+    plan = of_job(job)
+    return replace(plan, scaling=tuple(scaling.scale(config))) if config.plan.scale else plan
 
 
 def of_job(job: Job) -> Plan:
@@ -70,6 +74,7 @@ def to_text(plan: Plan) -> str:
         *_memory_table(memory),
         "",
         *_improvements(plan),
+        *scaling_report.text(plan.scaling),
     ]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -211,4 +216,5 @@ def to_json(plan: Plan) -> dict[str, Any]:
             for change in plan.improvements
         ],
         "assumed": list(job.notes),
+        **scaling_report.data(plan.scaling),
     }
