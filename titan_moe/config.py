@@ -632,8 +632,12 @@ class Plan:
     """For --plan: folder for a timeline, a memory chart and, with plan.scale, a scaling chart"""
 
     scale: list[int] = field(default_factory=list)
-    """For --plan: further numbers of GPUs to plan, as in --plan.scale=1024,16384: with as many sequences per GPU and with
-    as many in all as at plan.gpus, how often to save, and what failures cost"""
+    """For --plan: further numbers of GPUs to plan, as in --plan.scale=1024,16384: with as many sequences per GPU and
+    with as many in all as at plan.gpus, how often to save, and what failures cost"""
+
+    calibrate: list[str] = field(default_factory=list)
+    """For --plan: folders of runs on the machine to plan for, as in --plan.calibrate=RUN,RUN: their times of phases
+    replace the planner's tables (CPUs), or correct them (GPUs)"""
 
     failure_gpu_hours: float = 50_700.0
     """For plan.scale: GPU hours for each failure that stops the job; the default is Llama 3 405B's on 16,384 H100"""
@@ -642,7 +646,8 @@ class Plan:
     """For plan.scale: from a failure to the moment at which the checkpoint is read; the default is an assumption"""
 
     storage_gb_s: float = 0.12
-    """For plan.scale: GB/s of each GPU when all write or read a checkpoint; the default is Llama 3's 2 TB/s over 16,384"""
+    """For plan.scale: GB/s of each GPU when all write or read a checkpoint; the default is Llama 3's 2 TB/s for 16,384
+    (arXiv 2407.21783, 3.3.1)"""
 
 
 @dataclass(kw_only=True)

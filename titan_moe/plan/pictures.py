@@ -1,5 +1,5 @@
-"""Two pictures of a plan: memory.png, what fills a GPU, and timeline.png, one MoE layer's kernels and transfers. A third,
-scaling.png, is in scaling_chart.py.
+"""Two pictures of a plan: memory.png, what fills a GPU, and timeline.png, one MoE layer's kernels and transfers. A
+third, scaling.png, is in scaling_chart.py.
 
 Drawn with Pillow, which comes with tensorboard: bars and labels need no plotting library, and the planner stays quick.
 Everything is laid out in units of a picture 1,200 wide and drawn twice as large.

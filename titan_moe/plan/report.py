@@ -12,6 +12,7 @@ from typing import Any
 from titan_moe.config import Config
 from titan_moe.config_file import ConfigError
 from titan_moe.plan import hardware, improve, parameters, scaling, scaling_report
+from titan_moe.plan.calibrate import Corrections
 from titan_moe.plan.check import plan_problems
 from titan_moe.plan.improve import Improvement
 from titan_moe.plan.job import Job
@@ -36,10 +37,13 @@ class Plan:
     """One that would help more than the first of them, but does not fit"""
     scaling: tuple[Scaled | Impossible, ...] = ()
     """The same run on plan.gpus and plan.scale GPUs; empty if that was not asked"""
+    calibrated: tuple[str, ...] = ()
+    """What the speed was corrected by, in lines"""
 
 
-def make(config: Config, name: str) -> Plan:
-    """Plan the run of `config`, which errors call `name`. Raises ConfigError with all problems."""
+def make(config: Config, name: str, corrections: Corrections | None = None) -> Plan:
+    """Plan the run of `config`, which errors call `name`, with the speed as it is after `corrections`; advice is left
+    as the tables have it. Raises ConfigError with all problems."""
     if problems := plan_problems(config):
         raise ConfigError(name, problems)
     assert config.plan.gpus is not None
@@ -47,8 +51,10 @@ def make(config: Config, name: str) -> Plan:
         job = Job.from_config(config, config.plan.gpus, hardware.resolve(config.plan.hardware))
     except ValueError as error:  # a layout that training does not check yet
         raise ConfigError(name, [str(error)]) from error
-    plan = of_job(job)
-    return replace(plan, scaling=tuple(scaling.scale(config))) if config.plan.scale else plan
+    plan, corrected = of_job(job), corrections.apply if corrections else lambda job, speed: speed
+    if corrections is not None:
+        plan = replace(plan, speed=corrections.apply(job, plan.speed), calibrated=corrections.told)
+    return replace(plan, scaling=tuple(scaling.scale(config, corrected))) if config.plan.scale else plan
 
 
 def of_job(job: Job) -> Plan:
@@ -74,6 +80,7 @@ def to_text(plan: Plan) -> str:
         *_memory_table(memory),
         "",
         *_improvements(plan),
+        *(("", "Corrected by runs on this machine", *plan.calibrated) if plan.calibrated else ()),
         *scaling_report.text(plan.scaling),
     ]
     return "\n".join(line.rstrip() for line in lines)
@@ -216,5 +223,6 @@ def to_json(plan: Plan) -> dict[str, Any]:
             for change in plan.improvements
         ],
         "assumed": list(job.notes),
+        **({"calibrated": list(plan.calibrated)} if plan.calibrated else {}),
         **scaling_report.data(plan.scaling),
     }

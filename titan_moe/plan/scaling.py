@@ -15,7 +15,7 @@ given plan's; `lost` says which parts of the step take more GPU time per token t
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
@@ -31,6 +31,7 @@ from titan_moe.plan.memory import Memory, predict_memory
 from titan_moe.plan.step import Prediction, predict
 
 How = Literal["weak", "strong"]
+Corrected = Callable[[Job, Prediction], Prediction]
 DAY = 24 * HOUR
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 CONTEXT_TRIED = (2, 4, 8, 16)
@@ -84,22 +85,24 @@ class Impossible:
     why: str
 
 
-def scale(config: Config) -> list[Scaled | Impossible]:
+def scale(config: Config, corrected: Corrected = lambda job, speed: speed) -> list[Scaled | Impossible]:
     """The plan on plan.gpus and on each of plan.scale, weak and then strong, by number of GPUs. `config` passes
-    plan_problems."""
+    plan_problems. `corrected`: makes of each prediction what shall be believed."""
     assert config.plan.gpus is not None
     sizes = sorted({config.plan.gpus, *config.plan.scale})
-    base = _planned(config)
+    base = _planned(config, corrected)
     assert not isinstance(base, str)
     hows: tuple[How, ...] = ("weak", "strong")
-    return [of_size(config, base, how, gpus) for how in hows for gpus in sizes]
+    return [of_size(config, base, how, gpus, corrected) for how in hows for gpus in sizes]
 
 
-def of_size(config: Config, base: tuple[Job, Prediction, Memory], how: How, gpus: int) -> Scaled | Impossible:
+def of_size(
+    config: Config, base: tuple[Job, Prediction, Memory], how: How, gpus: int, corrected: Corrected
+) -> Scaled | Impossible:
     """The best of `candidates`. `base` is the given plan."""
     problems, found = [], []
     for candidate in candidates(config, how, gpus):
-        planned = candidate if isinstance(candidate, str) else _planned(candidate)
+        planned = candidate if isinstance(candidate, str) else _planned(candidate, corrected)
         if isinstance(planned, str):
             problems.append(planned)
         else:
@@ -120,7 +123,7 @@ def of_size(config: Config, base: tuple[Job, Prediction, Memory], how: How, gpus
     )
 
 
-def _planned(config: Config) -> tuple[Job, Prediction, Memory] | str:
+def _planned(config: Config, corrected: Corrected) -> tuple[Job, Prediction, Memory] | str:
     """The plan, or why there is none."""
     if problems := plan_problems(config):
         return problems[0]
@@ -129,7 +132,7 @@ def _planned(config: Config) -> tuple[Job, Prediction, Memory] | str:
         job = Job.from_config(config, config.plan.gpus, hardware.resolve(config.plan.hardware))
     except ValueError as error:
         return str(error)
-    return job, predict(job), predict_memory(job)
+    return job, corrected(job, predict(job)), predict_memory(job)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from titan_moe.plan.pictures import COLORS, EDGE, GRID, INK, PALE, WIDTH, Canvas, job_line
@@ -66,7 +67,7 @@ def _axes(
 
 
 def _curve(canvas: Canvas, points: Sequence[Point], color: str, width: float = 2) -> None:
-    for (x0, y0), (x1, y1) in zip(points, points[1:]):
+    for (x0, y0), (x1, y1) in pairwise(points):
         canvas.line(x0, y0, x1, y1, color, width)
 
 

@@ -82,7 +82,7 @@ def predict(job: Job, software: Software | None = None, c: Constants | None = No
         mfu=per_token[0] * rate / 1e12 / job.hardware.peak_tflops(job.precision),
         parts=parts,
         timeline=timeline(job, software, c),
-        limit=_limit(parts),
+        limit=limit_of(parts),
         band=(rate * (1 + low), rate * (1 + high)),
         exposed_comm=sum(s for name, s in parts.items() if name.startswith("exposed")),
     )
@@ -268,7 +268,7 @@ LIMITS = {
 }
 
 
-def _limit(parts: dict[str, float]) -> str:
+def limit_of(parts: dict[str, float]) -> str:
     """What takes the largest share of the step, with the share."""
     shares = {name: sum(parts.get(part, 0.0) for part in held) for name, held in LIMITS.items()}
     name = max(shares, key=shares.__getitem__)
