@@ -5,9 +5,9 @@ A phase of a step takes
     crowd x (factor x (FLOPs / F + bytes / B + operations x o) + bytes from other ranks x l)
 
 F, B and o are the machine's: three numbers for all phases of all runs, by least squares, none of them negative. They
-tell how a phase grows: with arithmetic, with memory traffic or not at all. `factor` is a phase's own: what the counts of
-work.py miss in it. l is the link's, of dispatch and combine and of FSDP separately: what is left
-in a run with several ranks. A run on one rank tells the two apart; without one all of it counts as the link's.
+tell how a phase grows: with arithmetic, with memory traffic or not at all. `factor` is a phase's own: what the counts
+of work.py miss in it. l is the link's, of dispatch and combine and of FSDP separately: what is left in a run with
+several ranks. A run on one rank tells the two apart; without one all of it counts as the link's.
 
 Ranks share cores: crowd = max(1, ranks x threads / cores). The scheduler gives each its part, and what one waits for
 the others another one uses. That is a model of a machine that does nothing else.
