@@ -100,6 +100,7 @@ def summary(plan: Plan) -> list[str]:
         f"all of it; MFU {speed.mfu:.1%} of {peak:,.0f} {job.precision} TFLOPS",
         f"         exposed communication {speed.exposed_comm:,.2f} s ({speed.exposed_comm / speed.step_seconds:.1%}); "
         f"limited by {speed.limit}",
+        f"         80 % from the errors of {speed.band_from}",
         f"Memory   {_verdict(memory)}",
     ]
 
@@ -194,6 +195,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "seq_len": job.seq_len,
         "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu,
         "tokens_per_s_per_gpu_80_percent": list(speed.band),
+        "band_from": speed.band_from,
         "step_seconds": speed.step_seconds,
         "tflops_per_gpu_causal": speed.tflops_causal,
         "tflops_per_gpu_full_attention": speed.tflops_full,

@@ -12,7 +12,7 @@ kernels; while the pipeline fills and drains there is nothing to hide behind.
 import math
 from dataclasses import dataclass, field, replace
 
-from titan_moe.plan import collectives, flops, kernels, overlap, profiles, schedule, traffic
+from titan_moe.plan import bands, collectives, flops, kernels, overlap, profiles, schedule, traffic
 from titan_moe.plan import constants as constants_file
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
@@ -58,6 +58,8 @@ class Prediction:
     """What binds the speed"""
     band: tuple[float, float] = (0.0, 0.0)
     """80 % band of tokens_per_s_per_gpu, from the validation's errors with a cell left out"""
+    band_from: str = ""
+    """The published runs whose errors those are"""
     exposed_comm: float = 0.0
     """Seconds of the step in which only communication runs"""
 
@@ -73,7 +75,7 @@ def predict(job: Job, software: Software | None = None, c: Constants | None = No
         sum(flops.per_token(job.model, job.seq_len, num_mtp_layers=job.num_mtp_layers, causal=causal).values())
         for causal in (True, False)
     ]
-    low, high = constants_file.band()
+    (low, high), whose = bands.of(job)
     return Prediction(
         step_seconds=seconds,
         tokens_per_s_per_gpu=rate,
@@ -84,6 +86,7 @@ def predict(job: Job, software: Software | None = None, c: Constants | None = No
         timeline=timeline(job, software, c),
         limit=limit_of(parts),
         band=(rate * (1 + low), rate * (1 + high)),
+        band_from=whose,
         exposed_comm=sum(s for name, s in parts.items() if name.startswith("exposed")),
     )
 
