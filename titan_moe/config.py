@@ -674,7 +674,25 @@ class Plan:
     """For --plan: print the plan as JSON"""
 
     png: str = ""
-    """For --plan: folder for a timeline and a memory chart"""
+    """For --plan: folder for a timeline, a memory chart and, with plan.scale, a scaling chart"""
+
+    scale: list[int] = field(default_factory=list)
+    """For --plan: further numbers of GPUs to plan, as in --plan.scale=1024,16384: with as many sequences per GPU and
+    with as many in all as at plan.gpus, how often to save, and what failures cost"""
+
+    calibrate: list[str] = field(default_factory=list)
+    """For --plan: folders of runs on the machine to plan for, as in --plan.calibrate=RUN,RUN: their times of phases
+    replace the planner's tables (CPUs), or correct them (GPUs)"""
+
+    failure_gpu_hours: float = 50_700.0
+    """For plan.scale: GPU hours for each failure that stops the job; the default is Llama 3 405B's on 16,384 H100"""
+
+    restart_seconds: float = 600.0
+    """For plan.scale: from a failure to the moment at which the checkpoint is read; the default is an assumption"""
+
+    storage_gb_s: float = 0.12
+    """For plan.scale: GB/s of each GPU when all write or read a checkpoint; the default is Llama 3's 2 TB/s for 16,384
+    (arXiv 2407.21783, 3.3.1)"""
 
     search: bool = False
     """For --plan: look for the fastest layout of this model, batch and sequence length on these GPUs that fits them,

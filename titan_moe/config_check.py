@@ -77,13 +77,14 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "moe.load_balance_coeff moe.sequence_loss_coeff moe.z_loss_coeff "
         "optimizer.weight_decay lr_scheduler.warmup_steps "
         "training.dataloader.num_workers comm.hang_seconds comm.trace_buf_size "
-        "debug.comm_delay_ns_per_byte "
+        "debug.comm_delay_ns_per_byte plan.restart_seconds "
         "guards.max_skipped_steps guards.spike_sigma guards.corruption_check_every profiling.profiler_warmup",
     ),
     (
         "must be greater than 0",
         lambda value: value > 0,
-        "model.route_scale model.norm_eps model.latent_norm_eps moe.capacity_factor optimizer.lr optimizer.eps training.max_norm",
+        "model.route_scale model.norm_eps model.latent_norm_eps moe.capacity_factor optimizer.lr optimizer.eps "
+        "training.max_norm plan.failure_gpu_hours plan.storage_gb_s",
     ),
     (
         'must be "exact", "worst_case" or a factor of the mean, at least 1',

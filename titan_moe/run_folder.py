@@ -146,6 +146,11 @@ def _lock(file: IO[bytes], kind: int) -> bool:
     return True
 
 
+def cores() -> int:
+    """CPU cores that this process may run on; its children share them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def provenance() -> dict[str, Any]:
     """What the run is made of: commit, versions, platform, command line. None for what is not there."""
     here = Path(__file__).resolve()

@@ -37,6 +37,7 @@ def claim_run_folder(config: Config, folder: Path, listing: Listing) -> int:
     def claim() -> int:
         record = {**run_folder.provenance(), "description": config.job.description, "world": dist.get_world_size()}
         record["device"] = DeviceMemory().device_name
+        record |= {"cores": run_folder.cores(), "threads": torch.get_num_threads()}
         record["data"] = listing.summary()
         return run_folder.claim(folder, os.environ["RUN_ID"], config.checkpoint.enable, record)
 

@@ -8,7 +8,7 @@ from titan_moe.flavors import FLAVORS, PUBLISHED
 from titan_moe.plan import collectives, constants, overlap, profiles, traffic
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
-from titan_moe.plan.published import RUNS, read, run_of
+from titan_moe.plan.published import RUNS, read, runs_of
 
 V3 = FLAVORS["671B"]
 TOKENS = 4096
@@ -47,8 +47,9 @@ def test_remote_megabytes(ranks, dedup, ungrouped, none):
 
 
 def gb200(**changes) -> Job:
-    runs = [run_of(row) for row in read(RUNS) if row.fields["tp"] != "-"]
-    job = next(r.job for r in runs if r.job.hardware.name == "GB200" and r.job.ep == 32 and r.job.pp == 8)
+    job = next(
+        r.job for r in runs_of(read(RUNS)) if r.job.hardware.name == "GB200" and r.job.ep == 32 and r.job.pp == 8
+    )
     return replace(job, **changes)
 
 

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import sys
+from typing import Any
 
 if importlib.util.find_spec("tomli") is None:
     import tomllib  # the same reader, from the standard library; the environment's may be newer
@@ -16,8 +17,21 @@ if importlib.util.find_spec("tomli") is None:
     sys.modules["tomli"] = tomllib
 
 from titan_moe import config_file
+from titan_moe.config import Config
 from titan_moe.config_file import ConfigError
 from titan_moe.plan import report
+
+
+def make(config: Config, path: str) -> tuple[Any, Any]:
+    """The plan, and the module that shows it. Raises ConfigError with all problems."""
+    if not config.plan.calibrate:
+        return report.make(config, path), report
+    from titan_moe.plan import calibrate, machine_report
+
+    runs = calibrate.runs(config, path)
+    if calibrate.on_cpus(runs):
+        return machine_report.make(config, runs, path), machine_report
+    return report.make(config, path, calibrate.corrections(runs, path)), report
 
 
 def main(argv: list[str]) -> int:
@@ -25,12 +39,12 @@ def main(argv: list[str]) -> int:
     try:
         config = config_file.load(argv)
         path, _, _ = config_file.parse_arguments(argv)
-        plan = report.make(config, path)
+        plan, shown = make(config, path)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     try:
-        print(json.dumps(report.to_json(plan), indent=2) if config.plan.json else report.to_text(plan), flush=True)
+        print(json.dumps(shown.to_json(plan), indent=2) if config.plan.json else shown.to_text(plan), flush=True)
     except BrokenPipeError:  # as of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if config.plan.png:

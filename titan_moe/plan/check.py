@@ -28,6 +28,8 @@ def plan_problems(config: Config) -> list[str]:
         found.append(
             'precision.backend = "emulated": saves no time, and what it costs is not in the planner; plan with "auto"'
         )
+    if min(plan.scale, default=1) < 1:
+        found.append(f"plan.scale = {literal(plan.scale)}: must be numbers of GPUs, at least 1")
     if plan.gpus is None:
         found.append("plan.gpus: is not set; give the number of GPUs of the whole job, as in --plan.gpus=256")
         return found

@@ -75,6 +75,11 @@ def without_cause(cause: str) -> Constants:
     return Constants(**_file()["without"][cause])
 
 
+def bands() -> dict[str, dict[str, float]]:
+    """{"kind: group": {"runs", "half": half of its 80 % band}} (bands.py)."""
+    return _file().get("bands", {})
+
+
 def band() -> tuple[float, float]:
     """80 % band of measured over predicted - 1, from the errors with a cell left out."""
     low, high = _file()["fit"]["band"]

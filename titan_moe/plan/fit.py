@@ -26,8 +26,8 @@ from datetime import date
 from functools import lru_cache, partial
 from pathlib import Path
 
+from titan_moe.plan import bands, whatif
 from titan_moe.plan import constants as constants_file
-from titan_moe.plan import whatif
 from titan_moe.plan.constants import Constants, Described
 from titan_moe.plan.job import Job
 from titan_moe.plan.published import RUNS, Run, read, runs_of
@@ -128,12 +128,9 @@ def without_cell(cell: str, runs: Sequence[Run], start: dict[str, float]) -> dic
     return fit([run for run in runs if run.cell != cell], start, rounds=2)
 
 
-def band(errors: Sequence[float]) -> tuple[float, float]:
-    """The interval of measured / predicted - 1 that holds 80 % of runs, symmetric and rounded up, from errors of runs
-    whose cell was left out."""
-    sizes = sorted(abs(error) for error in errors)
-    half = math.ceil(1000 * sizes[math.ceil(0.8 * len(sizes)) - 1]) / 1000
-    return -half, half
+def left_out_errors(runs: Sequence[Run], cells: dict[str, dict[str, float]]) -> list[tuple[Job, float]]:
+    """(job, measured / predicted - 1) of each run, predicted without its cell."""
+    return [(run.job, run.measured / tokens_per_s(run.job, c=Constants(**cells[run.cell])) - 1) for run in runs]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,20 +141,22 @@ def write(
     values: dict[str, float],
     cells: dict[str, dict[str, float]],
     wrong: dict[str, dict[str, float]],
-    held: tuple[float, float],
-    runs: int,
+    errors: Sequence[tuple[Job, float]],
     path: Path = constants_file.FILE,
 ) -> None:
     """Write constants.toml, with the ranges, priors and sources that it has now."""
+    held = bands.half_width([error for _, error in errors])
     lines = [
         "# The planner's constants: written by `python -m titan_moe.plan.fit`, which says how. Edit ranges, priors and",
         "# sources here and run it again.",
         "",
         "[fit]",
         f"date = {_text(date.today().isoformat())}",
-        f"runs = {runs}",
-        f"band = [{held[0]:.3f}, {held[1]:.3f}]",
+        f"runs = {len(errors)}",
+        f"band = [{-held:.3f}, {held:.3f}]",
     ]
+    for name, found in bands.by_group(errors).items():
+        lines += ["", f"[bands.{_text(name)}]", f"runs = {len(found)}", f"half = {bands.half_width(found):.3f}"]
     for each in constants_file.described():
         lines += ["", f"[constants.{each.name}]"]
         lines += [
@@ -186,8 +185,7 @@ def main() -> None:
         refit: Callable[[str], dict[str, float]] = partial(without_cell, runs=runs, start=values)
         cells = dict(zip(names, pool.map(refit, names)))
         wrong = dict(zip(WITHOUT, pool.map(partial(fit, runs, values), WITHOUT.values())))
-    errors = [run.measured / tokens_per_s(run.job, c=Constants(**cells[run.cell])) - 1 for run in runs]
-    write(values, cells, wrong, band(errors), len(runs))
+    write(values, cells, wrong, left_out_errors(runs, cells))
     print(f"written: {constants_file.FILE}")
 
 

@@ -1,9 +1,11 @@
-"""Two pictures of a plan: memory.png, what fills a GPU, and timeline.png, one MoE layer's kernels and transfers.
+"""Two pictures of a plan: memory.png, what fills a GPU, and timeline.png, one MoE layer's kernels and transfers. A
+third, scaling.png, is in scaling_chart.py.
 
 Drawn with Pillow, which comes with tensorboard: bars and labels need no plotting library, and the planner stays quick.
 Everything is laid out in units of a picture 1,200 wide and drawn twice as large.
 """
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +23,9 @@ SMALLEST = 0.008
 
 
 def draw(plan: Plan, folder: str) -> list[Path]:
-    """Write both pictures into `folder`, making it, and return their paths. Raises ConfigError where that cannot be."""
+    """Write the pictures into `folder`, making it, and return their paths. Raises ConfigError where that cannot be."""
+    from titan_moe.plan import scaling_chart  # draws on the Canvas below
+
     try:
         import PIL  # noqa: F401
     except ImportError as error:
@@ -31,7 +35,8 @@ def draw(plan: Plan, folder: str) -> list[Path]:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         chart, lanes = paths(Path(folder))
-        return [memory_chart(plan, chart), timeline(plan, lanes)]
+        drawn = [memory_chart(plan, chart), timeline(plan, lanes)]
+        return [*drawn, scaling_chart.draw(plan, Path(folder) / "scaling.png")] if plan.scaling else drawn
     except OSError as error:
         raise ConfigError("pictures", [f'plan.png = "{folder}": {error.strerror or error}']) from error
 
@@ -44,7 +49,7 @@ def paths(folder: Path) -> list[Path]:
 def summary(plan: Plan) -> str:
     """The numbers in the pictures, which they carry as metadata, so that one can tell whether they are current."""
     return (
-        f"{_job_line(plan)}; {plan.speed.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
+        f"{job_line(plan)}; {plan.speed.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
         f"{plan.memory.needed / GIB:,.1f} of {plan.memory.capacity / GIB:,.1f} GiB"
     )
 
@@ -101,12 +106,17 @@ class Canvas:
 
         metadata = PngInfo()
         metadata.add_text("Description", description)
-        # A palette makes it a quarter of the size, and nothing here has more colors.
-        self.image.quantize(64).save(path, pnginfo=metadata, optimize=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # so a picture is whole or not there
+        try:
+            # A palette makes it a quarter of the size, and nothing here has more colors.
+            self.image.quantize(64).save(temporary, "PNG", pnginfo=metadata, optimize=True)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
         return path
 
 
-def _job_line(plan: Plan) -> str:
+def job_line(plan: Plan) -> str:
     job = plan.job
     degrees = {"FSDP": job.dp_shard, "TP": job.tp, "CP": job.cp, "PP": job.pp, "EP": job.ep}
     layout = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one rank"
@@ -130,7 +140,7 @@ def memory_chart(plan: Plan, path: Path) -> Path:
     state = f"{memory.free / GIB:,.1f} GiB free" if memory.fits else f"{-memory.free / GIB:,.1f} GiB too much"
     verdict = "It fits" if memory.fits else "It does not fit"
     top = canvas.heading(
-        f"{verdict}: {memory.needed / GIB:,.1f} of {memory.capacity / GIB:,.1f} GiB per GPU, {state}", [_job_line(plan)]
+        f"{verdict}: {memory.needed / GIB:,.1f} of {memory.capacity / GIB:,.1f} GiB per GPU, {state}", [job_line(plan)]
     )
     most = max(memory.needed, memory.capacity)
     span = (WIDTH - 2 * EDGE) / most
@@ -193,7 +203,7 @@ def timeline(plan: Plan, path: Path) -> Path:
     speed = plan.speed
     top = canvas.heading(
         f"One MoE layer, one microbatch: {1e3 * end:,.1f} ms forward and backward",
-        [_job_line(plan), f"the whole step: {speed.step_seconds:,.2f} s, limited by {speed.limit}"],
+        [job_line(plan), f"the whole step: {speed.step_seconds:,.2f} s, limited by {speed.limit}"],
     )
     _legend(canvas, colors, top + 12)
     left, right = EDGE + 90, WIDTH - EDGE

@@ -113,6 +113,8 @@ def flops_error(run: Run) -> float | None:
 def run_of(row: Row) -> Run:
     """The run of a row. Raises ValueError or LookupError with the reason why there is none."""
     job = Job.from_row(row.fields)
+    if (why := row.fields.get("config_confidence", "")).startswith("excluded"):
+        raise LookupError(why)
     job.hardware.peak_tflops(job.precision)
     found = measured(row.fields, job)
     assert math.isfinite(found)

@@ -6,16 +6,18 @@ Imports no torch.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_moe.config import Config
 from titan_moe.config_file import ConfigError
-from titan_moe.plan import hardware, improve, parameters
+from titan_moe.plan import hardware, improve, parameters, scaling, scaling_report
+from titan_moe.plan.calibrate import Corrections
 from titan_moe.plan.check import plan_problems
 from titan_moe.plan.improve import Improvement
 from titan_moe.plan.job import Job
 from titan_moe.plan.memory import GIB, Memory, predict_memory
+from titan_moe.plan.scaling import Impossible, Scaled
 from titan_moe.plan.step import Prediction, predict
 
 SHOWN = 0.004
@@ -33,10 +35,15 @@ class Plan:
     """The three that would help most among those that fit (all of them if the plan itself does not)"""
     out_of_reach: Improvement | None
     """One that would help more than the first of them, but does not fit"""
+    scaling: tuple[Scaled | Impossible, ...] = ()
+    """The same run on plan.gpus and plan.scale GPUs; empty if that was not asked"""
+    calibrated: tuple[str, ...] = ()
+    """What the speed was corrected by, in lines"""
 
 
-def make(config: Config, name: str) -> Plan:
-    """Plan the run of `config`, which errors call `name`. Raises ConfigError with all problems."""
+def make(config: Config, name: str, corrections: Corrections | None = None) -> Plan:
+    """Plan the run of `config`, which errors call `name`, with the speed as it is after `corrections`; advice is left
+    as the tables have it. Raises ConfigError with all problems."""
     if problems := plan_problems(config):
         raise ConfigError(name, problems)
     assert config.plan.gpus is not None
@@ -44,7 +51,10 @@ def make(config: Config, name: str) -> Plan:
         job = Job.from_config(config, config.plan.gpus, hardware.resolve(config.plan.hardware))
     except ValueError as error:  # a layout that training does not check yet
         raise ConfigError(name, [str(error)]) from error
-    return of_job(job)
+    plan, corrected = of_job(job), corrections.apply if corrections else lambda job, speed: speed
+    if corrections is not None:
+        plan = replace(plan, speed=corrections.apply(job, plan.speed), calibrated=corrections.told)
+    return replace(plan, scaling=tuple(scaling.scale(config, corrected))) if config.plan.scale else plan
 
 
 def of_job(job: Job) -> Plan:
@@ -70,6 +80,8 @@ def to_text(plan: Plan) -> str:
         *_memory_table(memory),
         "",
         *_improvements(plan),
+        *(("", "Corrected by runs on this machine", *plan.calibrated) if plan.calibrated else ()),
+        *scaling_report.text(plan.scaling),
     ]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -88,6 +100,7 @@ def summary(plan: Plan) -> list[str]:
         f"all of it; MFU {speed.mfu:.1%} of {peak:,.0f} {job.precision} TFLOPS",
         f"         exposed communication {speed.exposed_comm:,.2f} s ({speed.exposed_comm / speed.step_seconds:.1%}); "
         f"limited by {speed.limit}",
+        f"         80 % from the errors of {speed.band_from}",
         f"Memory   {_verdict(memory)}",
     ]
 
@@ -182,6 +195,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "seq_len": job.seq_len,
         "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu,
         "tokens_per_s_per_gpu_80_percent": list(speed.band),
+        "band_from": speed.band_from,
         "step_seconds": speed.step_seconds,
         "tflops_per_gpu_causal": speed.tflops_causal,
         "tflops_per_gpu_full_attention": speed.tflops_full,
@@ -211,4 +225,6 @@ def to_json(plan: Plan) -> dict[str, Any]:
             for change in plan.improvements
         ],
         "assumed": list(job.notes),
+        **({"calibrated": list(plan.calibrated)} if plan.calibrated else {}),
+        **scaling_report.data(plan.scaling),
     }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from titan_moe.flavors import Flavor
-from titan_moe.plan import collectives, flops, kernels, overlap, profiles, schedule, traffic
+from titan_moe.plan import bands, collectives, flops, kernels, overlap, profiles, schedule, traffic
 from titan_moe.plan import constants as constants_file
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
@@ -61,6 +61,8 @@ class Prediction:
     """What binds the speed"""
     band: tuple[float, float] = (0.0, 0.0)
     """80 % band of tokens_per_s_per_gpu, from the validation's errors with a cell left out"""
+    band_from: str = ""
+    """The published runs whose errors those are"""
     exposed_comm: float = 0.0
     """Seconds of the step in which only communication runs"""
 
@@ -76,7 +78,7 @@ def predict(job: Job, software: Software | None = None, c: Constants | None = No
         sum(flops.per_token(job.model, job.seq_len, num_mtp_layers=job.num_mtp_layers, causal=causal).values())
         for causal in (True, False)
     ]
-    low, high = constants_file.band()
+    (low, high), whose = bands.of(job)
     return Prediction(
         step_seconds=seconds,
         tokens_per_s_per_gpu=rate,
@@ -85,8 +87,9 @@ def predict(job: Job, software: Software | None = None, c: Constants | None = No
         mfu=per_token[0] * rate / 1e12 / job.hardware.peak_tflops(job.precision),
         parts=parts,
         timeline=timeline(job, software, c),
-        limit=_limit(parts),
+        limit=limit_of(parts),
         band=(rate * (1 + low), rate * (1 + high)),
+        band_from=whose,
         exposed_comm=sum(s for name, s in parts.items() if name.startswith("exposed")),
     )
 
@@ -288,7 +291,7 @@ LIMITS = {
 }
 
 
-def _limit(parts: dict[str, float]) -> str:
+def limit_of(parts: dict[str, float]) -> str:
     """What takes the largest share of the step, with the share."""
     shares = {name: sum(parts.get(part, 0.0) for part in held) for name, held in LIMITS.items()}
     name = max(shares, key=shares.__getitem__)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_moe.plan import constants, whatif
+from titan_moe.plan import bands, constants, whatif
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.published import NUMBERS, Row, Run, flops_error, read, run_of
 from titan_moe.plan.rows import is_blank, real
@@ -128,6 +128,26 @@ def table(found: Validation) -> list[str]:
     return lines
 
 
+def by_group(found: Validation) -> list[str]:
+    """Errors by hardware, model and execution mode, one group a line."""
+    lines = [
+        f"{'group':<38} {'runs':>4} {'mean |error|':>12} {'largest':>8} {'bias':>6} "
+        f"{'cell out: mean':>14} {'largest':>8} {'80 % band':>9}"
+    ]
+    fitted = bands.by_group([(each.run.job, each.error) for each in found.scored])
+    left_out = bands.by_group([(each.run.job, each.left_out_error) for each in found.scored])
+    for name, errors in fitted.items():
+        sizes, out = [abs(error) for error in errors], [abs(error) for error in left_out[name]]
+        held = constants.bands().get(name)
+        used = held is not None and held["runs"] >= bands.ENOUGH
+        band = "too few" if held is None or not used else f"{held['half']:.1%}"
+        lines.append(
+            f"{name:<38} {len(errors):>4} {sum(sizes) / len(sizes):>12.1%} {max(sizes):>8.1%} "
+            f"{sum(errors) / len(errors):>+6.1%} {sum(out) / len(out):>14.1%} {max(out):>8.1%} {band:>9}"
+        )
+    return lines
+
+
 def report(found: Validation) -> str:
     """Everything that validate says, as text."""
     lines = ["Tokens per second and GPU"]
@@ -144,6 +164,8 @@ def report(found: Validation) -> str:
             )
     low, high = constants.band()
     lines.append(f"80 % band of a new run, from the cells left out: {low:+.1%} to {high:+.1%}")
+    if found.scored:
+        lines += ["", *by_group(found), ""]
     for each in found.scored:
         if each.suspect:
             lines.append(
@@ -198,6 +220,7 @@ def as_json(found: Validation) -> dict[str, Any]:
         "tables_only": asdict(tables),
         "cell_left_out": asdict(cells),
         "band_80": list(constants.band()),
+        "bands_80": constants.bands(),
         "not_scored": [{**_values(row), "line": row.line, "reason": why} for row, why in found.unscored],
         "constants": [{**asdict(one), "value_over_prior": one.value / one.prior} for one in constants.described()],
         "what_ifs": [{**asdict(check), "error": check.error, "holds": check.holds} for check in whatif.checks()],
