@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe import config_file
+from titan_moe import config_file, whole_file
 from titan_moe.config_check import check
 from titan_moe.config_file import ConfigError
 from titan_moe.plan import pictures, report, scaling, scaling_chart
@@ -216,7 +216,7 @@ def test_picture_shows_these_numbers_and_is_whole_or_not_there(plan, tmp_path, m
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pictures.os, "replace", full)
+    monkeypatch.setattr(whole_file.os, "replace", full)
     with pytest.raises(ConfigError, match="No space left on device"):
         pictures.draw(plan, str(tmp_path))
     assert len(list(tmp_path.iterdir())) == 3 and written[0].read_bytes() == before
