@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,6 @@ from titan_moe.plan.memory import activations_held, entries_of_rank, in_flight, 
 from titan_moe.plan.published import RUNS, read, runs_of
 
 MIB = 2**20
-REPO = Path(__file__).parents[2]
 DEEPSEEK = flavors.FLAVORS["671B"]
 
 
