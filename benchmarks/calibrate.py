@@ -53,7 +53,10 @@ def main() -> None:
     rounds = []
     for i in range(args.rounds):
         rounds.append(one_round(args.steps, args.clock, more))
-        print(f"round {i + 1} of {args.rounds}: {' '.join(f'{e[1] / e[0] - 1:+.1%}' for e in rounds[-1].values())}")
+        print(
+            f"round {i + 1} of {args.rounds}: {' '.join(f'{e[1] / e[0] - 1:+.1%}' for e in rounds[-1].values())}",
+            flush=True,
+        )
     print(f"\nSeconds of a step, {args.clock} clock, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     print("| run | measured | predicted | error |\n|---|---|---|---|")
     rows = {}

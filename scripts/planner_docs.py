@@ -1,6 +1,6 @@
-"""Writes what the planner says into README.md and docs/planner.md, between their marks.
+"""Writes what the planner says into README.md, docs/planner.md and docs/scaling.md, between their marks.
 
-    python scripts/planner_docs.py            rewrite both files and the two pictures
+    python scripts/planner_docs.py            rewrite the files and the pictures
     python scripts/planner_docs.py --check    say which are out of date; exit status 1 if any is
 
 A block is everything between `<!-- planner: NAME -->` and `<!-- end -->`. Its text comes from the code that a user
@@ -10,6 +10,7 @@ calls, so documentation cannot say what the planner does not.
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,10 +18,22 @@ sys.path.insert(0, str(ROOT))
 
 from scripts import config_table  # noqa: E402
 from titan_moe import config_file  # noqa: E402
-from titan_moe.plan import constants, memory_runs, pictures, published, report, validate  # noqa: E402
+from titan_moe.plan import (  # noqa: E402
+    constants,
+    memory_runs,
+    pictures,
+    published,
+    report,
+    scaling,
+    scaling_chart,
+    scaling_report,
+    validate,
+)
+from titan_moe.plan.step import tokens_per_s  # noqa: E402
 
-FILES = ("README.md", "docs/planner.md")
+FILES = ("README.md", "docs/planner.md", "docs/scaling.md")
 PICTURES = ROOT / "docs" / "planner"
+SCALING_PICTURE = PICTURES / "scaling.png"
 
 COMMAND = """./run_train.sh train_configs/debug_model.toml --plan --plan.hardware=GB300 --plan.gpus=256 \\
     --model.flavor=671B --training.seq_len=4096 --training.local_batch_size=1 --training.global_batch_size=4096 \\
@@ -28,9 +41,12 @@ COMMAND = """./run_train.sh train_configs/debug_model.toml --plan --plan.hardwar
     --parallelism.expert_parallel_degree=64"""
 
 
-def plan() -> report.Plan:
-    """Of COMMAND's run."""
-    words = COMMAND.replace("\\\n", " ").split()
+SCALING = "./run_train.sh train_configs/deepseek_v3_671b.toml --plan --plan.scale=1024,16384"
+
+
+def plan(command: str = COMMAND) -> report.Plan:
+    """Of a command's run."""
+    words = command.replace("\\\n", " ").split()
     arguments = [word for word in words[1:] if word != "--plan"]
     return report.make(config_file.load([str(ROOT / arguments[0]), *arguments[1:]]), arguments[0])
 
@@ -66,6 +82,39 @@ def headline() -> str:
     )
 
 
+def scaling_shown() -> str:
+    """The command, and what it adds to a plan."""
+    added = "\n".join(scaling_report.text(plan(SCALING).scaling)).strip("\n")
+    return f"```bash\n{SCALING}\n```\n```\n{added}\n```"
+
+
+def four_times() -> str:
+    """Weak scaling of the shipped files to four times their GPUs, in Markdown."""
+    lines = ["| file | GPUs | layout | tokens/s per GPU kept | more time per token |", "|---|---|---|---|---|"]
+    for path in config_table.planned():
+        config = config_file.load([str(path)])
+        assert config.plan.gpus is not None
+        config.plan.scale = [4 * config.plan.gpus]
+        row = scaling.scale(config)[1]
+        assert isinstance(row, scaling.Scaled)
+        lost = ", ".join(f"{part} {share:.1%}" for part, share in row.lost[:2])
+        gpus = f"{config.plan.gpus:,} to {row.gpus:,} {row.job.hardware.name}"
+        lines.append(f"| {path.stem} | {gpus} | {config_table.layout(row.job)} | {row.efficiency:.1%} | {lost} |")
+    return "\n".join(lines)
+
+
+def published_four_times() -> str:
+    """The same of the published runs on 256 GPUs, in one sentence."""
+    kept: dict[str, list[float]] = {}
+    for run in published.runs_of(published.read(published.RUNS)):
+        job = run.job
+        if job.gpus == 256:
+            four = replace(job, gpus=1024, dp_shard=4 * job.dp_shard, global_batch_size=4 * job.global_batch_size)
+            kept.setdefault(job.hardware.name, []).append(tokens_per_s(four) / tokens_per_s(job))
+    each = ", ".join(f"{name} {min(e):.1%} to {max(e):.1%}" for name, e in sorted(kept.items()))
+    return f"Layouts of the {sum(map(len, kept.values()))} published runs on 256 GPUs, at 1,024: {each}."
+
+
 def memory() -> str:
     return "\n".join(memory_runs.table())
 
@@ -78,6 +127,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "configurations": config_table.table,
     "memory": memory,
+    "scaling": scaling_shown,
+    "four times": four_times,
+    "published four times": published_four_times,
 }
 
 
@@ -93,7 +145,8 @@ def fill(text: str) -> str:
 def stale() -> list[str]:
     """Files whose blocks or pictures are not what the planner says now."""
     found = [name for name in FILES if fill((ROOT / name).read_text()) != (ROOT / name).read_text()]
-    now = plan()
+    now, scaled = plan(), plan(SCALING)
+    found += [SCALING_PICTURE.name] * (pictures.shown_in(SCALING_PICTURE) != scaling_chart.summary(scaled))
     return found + [path.name for path in pictures.paths(PICTURES) if pictures.shown_in(path) != pictures.summary(now)]
 
 
@@ -105,6 +158,7 @@ def main(arguments: list[str]) -> int:
     for name in FILES:
         (ROOT / name).write_text(fill((ROOT / name).read_text()))
     pictures.draw(plan(), str(PICTURES))
+    scaling_chart.draw(plan(SCALING), SCALING_PICTURE)
     return 0
 
 

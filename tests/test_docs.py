@@ -95,6 +95,7 @@ COMMANDS: dict[str, dict[str, How]] = {
         "--plan\n": Runs(),
     },
     "docs/research.md": {"--metrics.log_freq=1": Runs(slow=True)},
+    "docs/scaling.md": {"--plan.scale=1024,16384": Runs(), "--plan.calibrate=outputs/one": Runs(slow=True)},
     "docs/telemetry.md": {"titan_moe.report": Runs(slow=True)},
 }
 """Page -> words that tell a command block from the page's others -> what becomes of it"""

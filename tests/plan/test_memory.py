@@ -1,9 +1,7 @@
 """Memory: published layer tables and peaks, and the bytes of real steps of this repository's model."""
 
-import csv
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +13,9 @@ from titan_moe.plan import activations, memory_runs, parameters
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
 from titan_moe.plan.memory import activations_held, entries_of_rank, in_flight, predict_memory, states
+from titan_moe.plan.published import RUNS, read, runs_of
 
 MIB = 2**20
-REPO = Path(__file__).parents[2]
 DEEPSEEK = flavors.FLAVORS["671B"]
 
 
@@ -121,16 +119,13 @@ def test_published_runs_fit_their_hardware():
     """They did run. Two do not here: DeepSeek's own recomputed more than the file says (arXiv 2412.19437, 3.2.3), and
     Qwen3-30B's overlap keeps a second microbatch of four sequences, less whatever its full graph recomputed."""
     too_big = set()
-    with (REPO / "titan_moe" / "plan" / "published_runs.csv").open() as file:
-        for row in csv.DictReader(file):
-            if row["tp"] == "-":
-                continue
-            job = Job.from_row(row)
-            if row["source"].startswith("Megatron-Bridge") and row["model"].startswith("DeepSeek"):
-                # Its DeepSeek-V3 recipes: use_precision_aware_optimizer with BF16 gradients and moments.
-                job = replace(job, grad_dtype="bfloat16", moment_dtype="bfloat16")
-            if not predict_memory(job).fits:
-                too_big.add((row["model"], row["hardware"], row["a2a_overlap"]))
+    for run in runs_of(read(RUNS)):
+        job, row = run.job, run.row.fields
+        if row["source"].startswith("Megatron-Bridge") and row["model"].startswith("DeepSeek"):
+            # Its DeepSeek-V3 recipes: use_precision_aware_optimizer with BF16 gradients and moments.
+            job = replace(job, grad_dtype="bfloat16", moment_dtype="bfloat16")
+        if not predict_memory(job).fits:
+            too_big.add((row["model"], row["hardware"], row["a2a_overlap"]))
     assert too_big == {("DeepSeek-V3 671B", "H800", "yes (DualPipe)"), ("Qwen3-30B-A3B", "GB200", "yes")}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe import config_file
+from titan_moe import config_file, whole_file
 from titan_moe.config_check import check
 from titan_moe.config_file import ConfigError
 from titan_moe.plan import pictures, report, scaling, scaling_chart
@@ -111,19 +111,18 @@ def test_context_parallelism_where_sequences_are_fewer_than_ranks():
 
 
 def test_published_layouts_scale_about_as_published():
-    """Within 1.5 points of 98.5 % for every published Megatron run on 256 GPUs. With NVL72 racks it comes out up to 0.8
-    points too good, because of the network only its bandwidth is known here; see docs/scaling.md."""
+    """Every published run on 256 GPUs keeps 97 to 98.8 % at 1,024."""
     runs = [run for run in runs_of(read(RUNS)) if run.job.gpus == 256]
     assert len(runs) >= 20
     for run in runs:
         four = {"gpus": 1024, "dp_shard": 4 * run.job.dp_shard, "global_batch_size": 4 * run.job.global_batch_size}
         efficiency = tokens_per_s(replace(run.job, **four)) / tokens_per_s(run.job)
-        assert 0.97 <= efficiency <= 0.995, run.cell
+        assert 0.97 <= efficiency <= 0.988, run.cell
 
 
 def test_the_reference_scales_and_experts_over_a_whole_domain_do_not(reference, pipeline):
-    assert 0.97 <= reference["weak", 1024].efficiency <= 0.995
-    assert 0.97 <= pipeline["weak", 1024].efficiency <= 0.995
+    assert 0.97 <= reference["weak", 1024].efficiency <= 0.988
+    assert 0.97 <= pipeline["weak", 1024].efficiency <= 0.988
     row = scaled("deepseek_v3_671b_gb200.toml")["weak", 1024]
     assert isinstance(row, Scaled) and row.efficiency < 0.9
     assert row.lost[0][0] == "exposed FSDP", "with EP 64, all copies of an expert are in other racks"
@@ -216,7 +215,7 @@ def test_picture_shows_these_numbers_and_is_whole_or_not_there(plan, tmp_path, m
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pictures.os, "replace", full)
+    monkeypatch.setattr(whole_file.os, "replace", full)
     with pytest.raises(ConfigError, match="No space left on device"):
         pictures.draw(plan, str(tmp_path))
     assert len(list(tmp_path.iterdir())) == 3 and written[0].read_bytes() == before

@@ -47,9 +47,8 @@ def test_remote_megabytes(ranks, dedup, ungrouped, none):
 
 
 def gb200(**changes) -> Job:
-    job = next(
-        r.job for r in runs_of(read(RUNS)) if r.job.hardware.name == "GB200" and r.job.ep == 32 and r.job.pp == 8
-    )
+    jobs = (run.job for run in runs_of(read(RUNS)))
+    job = next(job for job in jobs if job.hardware.name == "GB200" and job.ep == 32 and job.pp == 8)
     return replace(job, **changes)
 
 

@@ -5,10 +5,10 @@ Drawn with Pillow, which comes with tensorboard: bars and labels need no plottin
 Everything is laid out in units of a picture 1,200 wide and drawn twice as large.
 """
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from titan_moe import whole_file
 from titan_moe.config_file import ConfigError
 from titan_moe.plan.memory import GIB, Memory
 from titan_moe.plan.report import Plan
@@ -106,13 +106,9 @@ class Canvas:
 
         metadata = PngInfo()
         metadata.add_text("Description", description)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # so a picture is whole or not there
-        try:
+        with whole_file.replacing(path) as written:
             # A palette makes it a quarter of the size, and nothing here has more colors.
-            self.image.quantize(64).save(temporary, "PNG", pnginfo=metadata, optimize=True)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+            self.image.quantize(64).save(written, "PNG", pnginfo=metadata, optimize=True)
         return path
 
 

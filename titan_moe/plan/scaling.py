@@ -244,7 +244,7 @@ def failures(config: Config, job: Job, speed: Prediction) -> Failures:
     costs, step = saving(config, job), speed.step_seconds
     near = costs.best() / step
     around = {max(1, math.floor(near)), math.ceil(near)}
-    steps = max((n for n in around if n * step >= costs.least), key=lambda n: costs.goodput(n * step))
+    steps = max((n for n in around if n * step >= (1 - 1e-9) * costs.least), key=lambda n: costs.goodput(n * step))
     own = max(config.checkpoint.interval * step, costs.least)
     return Failures(
         saving=costs,

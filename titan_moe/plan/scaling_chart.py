@@ -106,6 +106,7 @@ def _efficiency(canvas: Canvas, rows: Sequence[Scaled], left: float, right: floa
 def _goodput(canvas: Canvas, rows: Sequence[Scaled], left: float, right: float) -> None:
     best = [row.failures.seconds / 60 for row in rows]
     shown = [m for m in MINUTES if min(best) / 10 <= m <= max(best) * 10]
+    shown = shown if len(shown) > 1 else list(MINUTES)
     low = _floor(min(row.failures.goodput for row in rows) - 0.05)
     at = _axes(canvas, left, right, (shown[0], shown[-1]), low, "Time kept, over minutes between checkpoints")
     for minutes in shown:

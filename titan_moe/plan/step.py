@@ -28,9 +28,10 @@ from titan_moe.plan.within_layer import WITHIN
 KINDS: tuple[Kind, ...] = ("dense", "moe", "mtp")
 LOGIT_BYTES = 24.0
 """Bytes moved for each logit, forward and backward: BF16 out, FP32 softmax and gradient, BF16 back in"""
-STRAGGLERS_AT_256 = 0.03
-"""Share by which the slowest of 256 GPUs holds the others up; grows with the logarithm of their number: weak scaling
-from 256 to 1,024 GPUs kept 98.5 % (Megatron), 97 % (TorchTitan)"""
+STRAGGLERS_AT_256 = 0.06
+"""Share by which the slowest of 256 GPUs holds the others up; grows with the logarithm of their number. Weak scaling
+from 256 to 1,024 GPUs, all else equal, is then 1.06 / 1.075 = 98.6 %; published are 98.5 % (Megatron) and about 97 %
+(TorchTitan). Throughputs at 256 GPUs say nothing of it: with 0.03 the fit is as good, and weak scaling 99.3 %"""
 REDUCE_OVERLAP = 0.8
 """Share of the window beside backward that data-parallel reductions find free"""
 NEVER_HIDDEN = 0.05
