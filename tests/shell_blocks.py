@@ -9,7 +9,12 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).parents[1]
-PAGES = ["README.md", *sorted(str(path.relative_to(REPO)) for path in (REPO / "docs").rglob("*.md"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *sorted(str(path.relative_to(REPO)) for path in (REPO / "docs").rglob("*.md")),
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
