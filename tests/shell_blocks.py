@@ -64,7 +64,7 @@ def bash(block: str, folder: Path, **variables: str) -> str:
     env = {**os.environ, "PATH": path, "PYTHON": sys.executable, **variables}
     env.pop("PYTHONPATH", None)  # of the copy, not of this repository
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+        ["bash", "-euo", "pipefail", "-c", block], cwd=folder, env=env, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, f"{block}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout + done.stderr
