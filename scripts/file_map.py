@@ -178,7 +178,12 @@ def files_table() -> str:
             name for name in files() if part_of(name) == part and str(path_of(name)).startswith(("titan_moe", "train"))
         ]
         if names:
-            lines_ += [f"## {part[0].upper()}{part[1:]}", "", f"{text[0].upper()}{text[1:]}.", ""]
+            lines_ += [
+                f"## {part if part.endswith('.py') else part[0].upper() + part[1:]}",
+                "",
+                f"{text[0].upper()}{text[1:]}.",
+                "",
+            ]
             lines_ += ["| file | lines | what it holds |", "|---|---|---|"]
             lines_ += [f"| [{name}](../{path_of(name)}) | {rounded(lines(name))} | {purpose(name)} |" for name in names]
             lines_.append("")

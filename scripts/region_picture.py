@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import titan_moe.runtime  # noqa: F401
 
@@ -53,9 +54,9 @@ def plan_on(rank: int, folder: str) -> None:
     (hop,) = plan.hops
     come, go = hop.row_splits
     outgoing = [[go[to], sum(go[:to])] for to in range(len(go))]  # how many rows go to each rank, and where they begin
-    begins: list[list[list[int]] | None] = [None] * len(IDS)
+    begins: list[Any] = [None] * len(IDS)
     dist.all_gather_object(begins, outgoing)
-    received = [(source, begins[source][rank][1] + i) for source in range(len(IDS)) for i in range(come[source])]  # type: ignore[index]
+    received = [(source, begins[source][rank][1] + i) for source in range(len(IDS)) for i in range(come[source])]
     rows = [i if i < len(received) else -1 for i in plan.rows.source_R.tolist()]
     way = Way(hop.rows.source_R.tolist(), received, rows, plan.padded_counts_e.tolist())
     Path(f"{folder}/{rank}.json").write_text(json.dumps(asdict(way)))

@@ -9,7 +9,12 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).parents[1]
-PAGES = ["README.md", *sorted(str(path.relative_to(REPO)) for path in (REPO / "docs").rglob("*.md"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *sorted(str(path.relative_to(REPO)) for path in (REPO / "docs").rglob("*.md")),
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -59,7 +64,7 @@ def bash(block: str, folder: Path, **variables: str) -> str:
     env = {**os.environ, "PATH": path, "PYTHON": sys.executable, **variables}
     env.pop("PYTHONPATH", None)  # of the copy, not of this repository
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+        ["bash", "-euo", "pipefail", "-c", block], cwd=folder, env=env, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, f"{block}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout + done.stderr

@@ -16,6 +16,7 @@ from scripts import config_docs, file_map, region_picture
 from tests.shell_blocks import PAGES, REPO, bash, clone, commands, fenced, shell_blocks, text_of
 from titan_moe.config_check import check
 from titan_moe.config_file import read
+from titan_moe.dry_run import check as dry_run_check
 
 
 @dataclass
@@ -49,11 +50,21 @@ COMMANDS: dict[str, dict[str, How]] = {
         "--plan.hardware=GB300": Runs(),
         "--model.scale_down": Runs(),
     },
+    "CONTRIBUTING.md": {
+        "pre-commit install": RunBy("tests/test_readme.py::test_the_second_command_runs_the_tests"),
+        "python -m scripts.support_table": RunBy("tests/test_docs.py::test_every_generator_is_listed_for_contributors"),
+    },
     "docs/backends.md": {"--moe.experts=loop": Runs(slow=True)},
-    "docs/checkpoints.md": {"outputs/kept": Runs(slow=True)},
+    "docs/checkpoints.md": {
+        "outputs/kept": Runs(slow=True),
+        "titan_moe.sample": RunBy("tests/huggingface/test_sample.py"),
+    },
     "docs/cluster.md": {
         "NNODES=2": Reads("two nodes", gpus=2),
-        "sbatch": Reads("SLURM", gpus=256),
+        "--segment=16": Reads("SLURM", gpus=256),
+        "docker build": RunBy("tests/test_container.py::test_instructions_are_dockers"),
+        "docker run": Reads("a container engine", gpus=8),
+        "enroot import": Reads("a container engine, and SLURM with pyxis", gpus=256),
     },
     "docs/coming_from_torchtitan.md": {"tests/torchtitan_0_2_2": Runs()},
     "docs/configuration.md": {"--print_config": Runs()},
@@ -68,10 +79,13 @@ COMMANDS: dict[str, dict[str, How]] = {
         "--model.name=qwen3_raw": RunBy("tests/test_development.py::test_the_family"),
         "tables/a.csv": RunBy("tests/test_development.py::test_the_kind_of_data"),
     },
-    "docs/dry_run.md": {"RANK=3": RunBy("tests/dry_run/test_dry_run.py")},
+    "docs/dry_run.md": {"RANK=3": Reads("takes minutes; tests/dry_run has smaller models")},
     "docs/faults.md": {"tests/faults/test_guards.py": RunBy("tests/faults/test_guards.py::test_a_bad_step")},
     "docs/files.md": {"grep": Runs()},
-    "docs/hugging_face.md": {"hf download": Reads("downloads 57 GB from huggingface.co")},
+    "docs/hugging_face.md": {
+        "Qwen/Qwen3-30B-A3B --local-dir": Reads("downloads 57 GB from huggingface.co"),
+        "--checkpoint.upcycle": RunBy("tests/huggingface/test_upcycle.py::test_the_first_loss_is_the_dense_models"),
+    },
     "docs/moe_region.md": {"for dispatcher in": Runs(slow=True)},
     "docs/overlap.md": {"--moe.overlap=half_batch": Runs(slow=True)},
     "docs/parallelism.md": {
@@ -84,7 +98,7 @@ COMMANDS: dict[str, dict[str, How]] = {
     "docs/precision.md": {"--precision.recipe=mxfp8": Runs(slow=True)},
     "docs/profiling.md": {
         "--profiling.step=15": Runs(slow=True),
-        "python - <<'END'": RunBy("tests/test_profiling.py"),
+        "python - <<'END'": Runs(slow=True),
         "nsys profile": Reads("needs a GPU", gpus=8),
     },
     "docs/quickstart.md": {
@@ -158,7 +172,7 @@ def run(page: str, folder: Path, how: Runs) -> None:
     bash(PREPARED.get(page, "true"), folder)
     for block in shell_blocks(page):
         if entries(page, block) == [how]:
-            output = bash(block, folder)
+            output = bash(block, folder, OMP_NUM_THREADS="1")  # threads of several processes would wait for each other
             trains = "./run_train.sh" in block and "--plan" not in block and "--print_config" not in block
             assert not trains or "step:" in output, f"{block}\n{output}"
 
@@ -175,7 +189,11 @@ def test_what_cannot_run_here_is_sound(page: str, words: str) -> None:
             loaded = read(argv)
             world = how.gpus or loaded.config.plan.gpus
             assert world, f"for how many GPUs is {argv}?"
-            assert loaded.problems + check(loaded.config, world, accelerator=True) == [], argv
+            problems = list(loaded.problems)
+            if loaded.config.comm.mode == "fake_backend":  # as titan_moe.dry_run does
+                loaded.config.comm.mode = "default"
+                problems += dry_run_check.problems(loaded.config)
+            assert problems + check(loaded.config, world, accelerator=True) == [], argv
 
 
 def configurations(block: str) -> list[list[str]]:
@@ -282,8 +300,10 @@ def test_pages_that_the_code_names_are_there() -> None:
 
 
 def test_every_page_has_a_command_or_a_picture() -> None:
-    for page in PAGES:
-        assert shell_blocks(page) or re.search(r"^!\[.*\]\(.*\)", text_of(page), flags=re.MULTILINE), page
+    """Or a snippet, which is tested too."""
+    for page in sorted({*PAGES} - {"CHANGELOG.md"}):
+        shown = {language for language, _ in fenced(page)} & {"bash", "sh", "python"}
+        assert shown or re.search(r"^!\[.*\]\(.*\)", text_of(page), flags=re.MULTILINE), page
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,6 +359,17 @@ def test_numbers_of_the_console_line_are_computed_where_the_page_says() -> None:
                 file = name
             elif name != "clip_grad_norm_":  # torchtitan's
                 assert name in definitions(file), f"{file} has no {name}"
+
+
+def test_every_generator_is_listed_for_contributors() -> None:
+    """The commands in the marks of generated parts, and those that draw."""
+    listed = text_of("CONTRIBUTING.md").split("## Generated text")[1].split("\n## ")[0]
+    for page in PAGES:
+        for command in re.findall(r"<!-- (python [^:>]+?)(?:: \w+)? -->", text_of(page)):
+            assert command in listed, f"{page}: {command}"
+    for script in re.findall(r"scripts[./](\w+)", listed):
+        assert (REPO / "scripts" / f"{script.removesuffix('.py')}.py").exists(), script
+    assert "scripts.region_picture" in listed
 
 
 def definitions(file: str) -> set[str]:

@@ -27,11 +27,12 @@ follows: it says what happens, and a test keeps it current.
 An 0.2 file of a DeepSeek-V3 model (`[model] name = "deepseek_v3"`, flavor `debugmodel`, `16B`, `236B` or `671B`) is
 read as it is. What it asks for and does not get here is listed by key before anything starts: a note for what only
 changes what is shown or how fast it goes (none if the value asks for nothing), a mistake for what would change the
-training. `--section.key value` works on the command line as before, booleans also as `--checkpoint.enable=false`. Without
-starting anything, of torchtitan 0.2.2's own file,
+training. `--section.key value` works on the command line as before, booleans also as `--checkpoint.enable=false`.
+Without starting anything, of torchtitan 0.2.2's own file,
 
 ```bash
-./run_train.sh tests/torchtitan_0_2_2/debug_model.toml --training.dataset=python_stdlib --model.hf_assets_path= --print_config
+./run_train.sh tests/torchtitan_0_2_2/debug_model.toml --training.dataset=python_stdlib \\
+    --model.hf_assets_path= --print_config
 ```
 
 lists it.

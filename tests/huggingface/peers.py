@@ -98,7 +98,10 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], Model]] = {
     ),
     "deepseek_v3 as Kimi-K2": deepseek_v3(
         {"n_routed_experts": 24, "num_experts_per_tok": 8, "routed_scaling_factor": 2.827}
-        | {"rope_parameters": YARN | {"rope_theta": 5e4, "factor": 32.0, "beta_fast": 1, "mscale": 1, "mscale_all_dim": 1}}
+        | {
+            "rope_parameters": YARN
+            | {"rope_theta": 5e4, "factor": 32.0, "beta_fast": 1, "mscale": 1, "mscale_all_dim": 1}
+        }
         | NO_GROUPS,
         {"num_experts": 24, "top_k": 8, "route_scale": 2.827, "mscale": 1.0, "original_seq_len": 16}
         | {"rope_theta": 5e4, "rope_factor": 32.0, "rope_beta_fast": 1.0}
