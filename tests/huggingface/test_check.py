@@ -272,7 +272,9 @@ MOONLIGHT |= {"rms_norm_eps": 1e-05, "rope_theta": 50000.0, "rope_scaling": None
 KIMI = V3 | {"model_type": "kimi_k2", "vocab_size": 163840, "first_k_dense_replace": 1, "num_attention_heads": 64}
 KIMI |= {"num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "rope_theta": 50000.0}
 KIMI |= {"routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0, "max_position_embeddings": 131072}
-KIMI |= {"rope_scaling": YARN | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}}
+KIMI |= {
+    "rope_scaling": YARN | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+}
 KIMI_0905 = KIMI | {"rope_scaling": KIMI["rope_scaling"] | {"factor": 64.0}, "max_position_embeddings": 262144}
 QWEN3 = {"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48}
 QWEN3 |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768}
