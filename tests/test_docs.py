@@ -71,7 +71,10 @@ COMMANDS: dict[str, dict[str, How]] = {
     "docs/dry_run.md": {"RANK=3": RunBy("tests/dry_run/test_dry_run.py")},
     "docs/faults.md": {"tests/faults/test_guards.py": RunBy("tests/faults/test_guards.py::test_a_bad_step")},
     "docs/files.md": {"grep": Runs()},
-    "docs/hugging_face.md": {"hf download": Reads("downloads 57 GB from huggingface.co")},
+    "docs/hugging_face.md": {
+        "hf download Qwen/Qwen3-30B-A3B": RunBy("tests/huggingface/test_commands.py::test_a_folder_becomes_a_run"),
+        "--checkpoint.upcycle": RunBy("tests/huggingface/test_upcycle.py"),
+    },
     "docs/moe_region.md": {"for dispatcher in": Runs(slow=True)},
     "docs/overlap.md": {"--moe.overlap=half_batch": Runs(slow=True)},
     "docs/parallelism.md": {
