@@ -7,6 +7,7 @@ from typing import Any
 
 import titan_moe.runtime  # noqa: F401
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -119,6 +120,11 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], Model]] = {
     "mixtral": mixtral(4),
     "mixtral 12 experts": mixtral(12),
 }
+
+
+def marked(*few: str) -> list[Any]:
+    """The shapes for parametrize; those that do not begin like one of a few are slow, as their test is."""
+    return [pytest.param(s, marks=() if s.startswith(few) else pytest.mark.slow) for s in SHAPES]
 
 
 def peer(shape: str, seed: int = 0) -> nn.Module:
