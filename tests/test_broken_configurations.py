@@ -340,6 +340,8 @@ CASES = [
     case("model.top_k = 0"),
     case("model.num_expert_groups = 3"),
     case("model.num_expert_groups = 8"),
+    case("model.scores_per_group = 3"),
+    case('model.name = "mixtral"\nmodel.rope_beta_fast = 1.0\nmodel.latent_norm_eps = 1e-5'),
     case("model.num_limited_groups = 5"),
     case("model.top_k = 5"),
     case('model.name = "qwen3"\nmodel.flavor = "671B"'),

@@ -83,7 +83,7 @@ COMMANDS: dict[str, dict[str, How]] = {
     "docs/faults.md": {"tests/faults/test_guards.py": RunBy("tests/faults/test_guards.py::test_a_bad_step")},
     "docs/files.md": {"grep": Runs()},
     "docs/hugging_face.md": {
-        "Qwen/Qwen3-30B-A3B --local-dir": Reads("downloads 57 GB from huggingface.co"),
+        "hf download Qwen/Qwen3-30B-A3B": RunBy("tests/huggingface/test_commands.py::test_a_folder_becomes_a_run"),
         "--checkpoint.upcycle": RunBy("tests/huggingface/test_upcycle.py::test_the_first_loss_is_the_dense_models"),
     },
     "docs/moe_region.md": {"for dispatcher in": Runs(slow=True)},

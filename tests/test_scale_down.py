@@ -29,8 +29,9 @@ def test_what_makes_a_model_what_it_is_stays(family, name):
     config = Config()
     config.model.name, config.model.flavor, config.model.num_mtp_layers = family, name, int(family == "deepseek_v3")
     whole, twin = model_flavor(config), model_flavor(scale_down(config, 1)[0])
-    routing = ("top_k", "score_func", "num_expert_groups", "num_limited_groups", "route_norm", "route_scale")
-    same = (*routing, "num_shared_experts", "num_mtp_layers", "attention", "qk_norm", "mscale", "rope_theta")
+    routing = ("top_k", "score_func", "num_expert_groups", "num_limited_groups", "scores_per_group", "route_norm")
+    same = (*routing, "route_scale", "num_shared_experts", "num_mtp_layers", "attention", "qk_norm", "mscale")
+    same += ("rope_theta", "rope_factor", "rope_beta_fast", "norm_eps", "latent_norm_eps")
     assert all(getattr(twin, field) == getattr(whole, field) for field in same)
     for field in ("q_lora_rank", "n_dense_layers", "num_kv_heads", "kv_lora_rank"):
         assert bool(getattr(twin, field)) == bool(getattr(whole, field)), field

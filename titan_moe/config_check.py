@@ -56,7 +56,8 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
     (
         "must be at least 1",
         lambda value: value >= 1,
-        "model.rope_factor model.rope_beta_fast model.original_seq_len model.scores_per_group training.local_batch_size training.seq_len training.steps "
+        "model.rope_factor model.rope_beta_fast model.original_seq_len model.scores_per_group "
+        "training.local_batch_size training.seq_len training.steps "
         "training.gc_freq training.dataloader.prefetch_factor training.dataloader.num_shards loss.num_chunks "
         "validation.freq validation.steps parallelism.data_parallel_replicate_degree "
         "parallelism.fsdp_prefetch_layers "

@@ -19,9 +19,9 @@ from torchtitan.tools.logging import init_logger, logger
 from titan_moe import checkpoint_folder, config_file
 from titan_moe.checkpoint_folder import Damaged, ForeignFormat
 from titan_moe.config import Config
-from titan_moe.huggingface.export import export
+from titan_moe.huggingface import export
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = [str(dtype).removeprefix("torch.") for dtype in export.DTYPES]
 
 
 def main(argv: list[str]) -> int:
@@ -51,7 +51,7 @@ def convert(checkpoint: Path, out: Path, dtype: torch.dtype | None, verify: str 
     config = configuration(checkpoint)
     require_undamaged(checkpoint, verify)
     out.parent.mkdir(parents=True, exist_ok=True)
-    export(config, checkpoint, out, dtype)
+    export.export(config, checkpoint, out, dtype)
 
 
 def require_undamaged(checkpoint: Path, verify: str) -> None:

@@ -48,7 +48,7 @@ def _groups(f: Flavor, norm: str) -> list[str]:
             f'{CHOSEN}: with model.score_func = "softmax" and {norm} it would choose among model.num_expert_groups = '
             f"{f.num_expert_groups} groups by logits, not by scores; set route_norm or the groups otherwise, {WAY_OUT}"
         ]
-    if M and K != f.scores_per_group * M:
+    if M and f.scores_per_group * M != K:
         return [
             f"{CHOSEN}: counts a group by its best top_k / num_limited_groups scores, here {K} / {M}, where this model "
             f"takes its best {f.scores_per_group}; make model.top_k {f.scores_per_group} x model.num_limited_groups, "

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.distributed import utils as dist_utils
 
 import train
 from tests.faults.checkpoint_run import Job
@@ -21,6 +22,7 @@ from titan_moe import parallel
 from titan_moe.config import Config
 from titan_moe.huggingface import export
 from titan_moe.huggingface.load import load
+from titan_moe.inputs import model_inputs
 from titan_moe.model import build_model, init_weights
 from titan_moe.moe.names import to_stock_names
 
@@ -28,7 +30,8 @@ Job.context.set_forkserver_preload([__name__])
 
 
 def on_mesh(tell: Callable[[Any], None], config: Config, out: Path) -> None:
-    """Load into weights that are NaN; leave the whole ones, gathered by DTensor, in OUT/rank-N.pt; save, export."""
+    """Load into weights that are NaN; leave the whole ones, gathered by DTensor, in OUT/rank-N.pt; save, export. In
+    OUT/logits-N.pt is what the model makes of the sequences in OUT/tokens.pt, if no pipeline cuts it."""
     dims = runtime.build_meshes(config)
     parts, _ = parallel.parallelize(build_model(config), config, dims, torch.device("cpu"))
     assert dist.group.WORLD is not None
@@ -46,6 +49,12 @@ def on_mesh(tell: Callable[[Any], None], config: Config, out: Path) -> None:
                 value = value.detach()
                 whole[canonical_fqn(name)] = value.full_tensor() if isinstance(value, DTensor) else value
     torch.save(to_stock_names(whole), out / f"rank-{dist.get_rank()}.pt")
+    if not dims.pp_enabled:
+        (model,), tokens_BL = parts, torch.load(out / "tokens.pt")
+        inputs = {"input": tokens_BL, "positions": torch.arange(tokens_BL.shape[1]).expand_as(tokens_BL)}
+        tokens_BL, _, kwargs = model_inputs(model.eval(), (inputs, tokens_BL.clone()), dims, "none")
+        with torch.no_grad(), dist_utils.get_spmd_context(parallel_dims=dims)():
+            torch.save(model(tokens_BL, **kwargs), out / f"logits-{dist.get_rank()}.pt")
     dcp.save({name: v for part in parts for name, v in part.state_dict().items()}, checkpoint_id=out / "step-1")
     export.FILE_BYTES = 100_000
     export.export(config, out / "step-1", out / "hf", None, group=dist.group.WORLD)

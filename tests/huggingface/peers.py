@@ -7,6 +7,7 @@ from typing import Any
 
 import titan_moe.runtime  # noqa: F401
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ OURS_MLA |= {"num_expert_groups": 4, "num_limited_groups": 2, "route_norm": True
 OURS_MLA |= {"norm_eps": 1e-6, "latent_norm_eps": 1e-6, "rope_factor": 1.0, "max_seq_len": 4096}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
 YARN |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.7}
+KIMIS_YARN = YARN | {"rope_theta": 5e4, "factor": 32.0, "beta_fast": 1, "mscale": 1, "mscale_all_dim": 1}
+KIMIS_YARN |= {"original_max_position_embeddings": 512}  # long enough for beta_fast to make a difference
 OURS_YARN = {"rope_factor": 8.0, "original_seq_len": 16, "mscale": 0.7}
 NO_GROUPS, OURS_NO_GROUPS = {"n_group": 1, "topk_group": 1}, {"num_expert_groups": 1, "num_limited_groups": 1}
 GQA = {"vocab_size": ROWS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 24}
@@ -98,12 +101,9 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], Model]] = {
     ),
     "deepseek_v3 as Kimi-K2": deepseek_v3(
         {"n_routed_experts": 24, "num_experts_per_tok": 8, "routed_scaling_factor": 2.827}
-        | {
-            "rope_parameters": YARN
-            | {"rope_theta": 5e4, "factor": 32.0, "beta_fast": 1, "mscale": 1, "mscale_all_dim": 1}
-        }
+        | {"rope_parameters": KIMIS_YARN}
         | NO_GROUPS,
-        {"num_experts": 24, "top_k": 8, "route_scale": 2.827, "mscale": 1.0, "original_seq_len": 16}
+        {"num_experts": 24, "top_k": 8, "route_scale": 2.827, "mscale": 1.0, "original_seq_len": 512}
         | {"rope_theta": 5e4, "rope_factor": 32.0, "rope_beta_fast": 1.0}
         | OURS_NO_GROUPS,
     ),
@@ -122,10 +122,24 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], Model]] = {
 }
 
 
+def marked(*few: str) -> list[Any]:
+    """The shapes for parametrize; those that do not begin like one of a few are slow, as their test is."""
+    return [pytest.param(s, marks=() if s.startswith(few) else pytest.mark.slow) for s in SHAPES]
+
+
 def peer(shape: str, seed: int = 0) -> nn.Module:
     """transformers' model in fp32, far enough from its initialization that every weight matters, the bias included."""
+    return drawn(SHAPES[shape][0](), seed)
+
+
+def with_a_layer_more() -> nn.Module:
+    """Shape "deepseek_v3" with one layer more, which there is that of multi-token prediction."""
+    return drawn(deepseek_v3({"num_hidden_layers": 4}, {})[0](), seed=0)
+
+
+def drawn(model: nn.Module, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model = SHAPES[shape][0]().float()
+    model = model.float()
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("e_score_correction_bias"):
             nn.init.normal_(value, std=0.3)

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import titan_moe.runtime  # noqa: F401
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titan_moe.config import Config, Model
+from titan_moe.config import Checkpoint, Config, Model
 from titan_moe.config_check import model_flavor
 from titan_moe.config_file import to_toml
+from titan_moe.convert import DTYPES
 from titan_moe.convert import main as convert
 from titan_moe.huggingface import export, names
+from titan_moe.huggingface.folder import ITEM_BYTES
 from titan_moe.model import build_model, init_weights
 from titan_moe.plan import parameters
 
@@ -48,6 +51,11 @@ def save(state: dict[str, torch.Tensor], folder: Path) -> None:
 
 def converted(checkpoint: Path, *more: str) -> int:
     return convert([str(checkpoint), str(checkpoint.parents[2] / "out"), "--to", "hf", "--verify", "none", *more])
+
+
+def test_the_types_to_choose_from_are_one_list():
+    assert list(get_args(get_type_hints(Checkpoint)["export_dtype"])) == DTYPES
+    assert set(export.DTYPES.values()) <= set(ITEM_BYTES)
 
 
 def test_an_exported_folder_is_all_there_is(checkpoint, tmp_path):

@@ -1,5 +1,6 @@
-"""Import and export on ranks that each hold a part: what they load is what one rank loads, what they write is what one
-rank writes, and a training from and to a Hugging Face folder goes through train.py's own functions."""
+"""Import and export on ranks that each hold a part: what they load is what one rank loads, and computes what the model
+in transformers does; what they write is what one rank writes; and a training from and to a Hugging Face folder goes
+through train.py's own functions."""
 
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from titan_moe.huggingface.load import load
 SHAPE = "deepseek_v3"
 MESHES = {
     "EP 2 x FSDP 2": Parallelism(expert_parallel_degree=2),
-    "EP 4, FSDP 2 x TP 2": Parallelism(expert_parallel_degree=4, tensor_parallel_degree=2),
+    "EP 4, FSDP 2 x TP 2, alltoall": Parallelism(expert_parallel_degree=4, tensor_parallel_degree=2),
     "PP 2 x FSDP 2": Parallelism(pipeline_parallel_degree=2),
     "HSDP 2 x 2, EP 2": Parallelism(data_parallel_replicate_degree=2, expert_parallel_degree=2),
 }
@@ -29,7 +30,10 @@ MESHES = {
     "mesh", [next(iter(MESHES)), *(pytest.param(m, marks=pytest.mark.slow) for m in [*MESHES][1:])]
 )
 def test_ranks_load_and_write_what_one_does(mesh, tmp_path, group):
-    peers.peer(SHAPE).save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    theirs_alone = peers.peer(SHAPE)
+    theirs_alone.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    tokens_BL, positions_BL = peers.ids()
+    torch.save(tokens_BL, tmp_path / "tokens.pt")
     config = peers.configuration(SHAPE, tmp_path / "theirs")
     config.training.local_batch_size, config.training.global_batch_size = 2, 8
     alone = peers.ours(config)
@@ -37,6 +41,7 @@ def test_ranks_load_and_write_what_one_does(mesh, tmp_path, group):
     expected = peers.fingerprint(alone)
 
     config.parallelism = replace(MESHES[mesh])
+    config.moe.dispatcher = "alltoall" if "alltoall" in mesh else "auto"
     job = Job(tmp_path / "store", mesh_run.on_mesh, config, tmp_path, world_size=4)
     assert job.hear() == ["done"] * 4
     job.end()
@@ -45,6 +50,14 @@ def test_ranks_load_and_write_what_one_does(mesh, tmp_path, group):
     for told in ranks:
         for name, value in told.items():
             assert torch.equal(value, expected[name]), name
+    with torch.no_grad():
+        logits_BLV = theirs_alone(tokens_BL, position_ids=positions_BL).logits
+    left = [torch.load(path) for path in sorted(tmp_path.glob("logits-*.pt"))]
+    assert len(left) == (0 if config.parallelism.pipeline_parallel_degree > 1 else 4)
+    for rank, got_BLV in enumerate(left):  # with TP, a rank has its part of the vocabulary
+        part = rank % config.parallelism.tensor_parallel_degree
+        expected_BLV = logits_BLV.chunk(config.parallelism.tensor_parallel_degree, -1)[part]
+        assert (got_BLV - expected_BLV).abs().max() < 1e-5 * logits_BLV.abs().max(), rank
     written, theirs = files(tmp_path / "hf"), files(tmp_path / "theirs")
     assert len(list((tmp_path / "hf").glob("model-*"))) > 4  # every rank has written
     assert written.keys() == theirs.keys()

@@ -5,7 +5,8 @@ import pytest
 
 from titan_moe import config_file
 from titan_moe.config import Config
-from titan_moe.plan import stages
+from titan_moe.flavors import FAMILIES
+from titan_moe.plan import parameters, report, stages
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
 from titan_moe.plan.published import RUNS
@@ -146,6 +147,18 @@ def test_a_configuration_gives_the_run_it_would_make():
     assert (job.sharding, job.dispatcher, job.dp_shard, job.ep, job.edp) == ("fsdp", "dedup", 256, 64, 4)
     assert job.reshard_after_forward and len(job.stages) == 1 and job.stages[0].moe == 58
     assert job.global_batch_size == job.micro_batch_size * 256
+
+
+@pytest.mark.parametrize(("family", "flavor"), [(family, name) for family in FAMILIES for name in FAMILIES[family]])
+def test_every_flavor_can_be_planned(family, flavor):
+    """Tokens take their time, and memory is at least what the parameters need with their gradients and moments."""
+    load = [f"--model.name={family}", f"--model.flavor={flavor}", "--training.seq_len=4096", BF16]
+    load += ["--plan.hardware=GB300", "--plan.gpus=256", "--parallelism.expert_parallel_degree=2"]
+    plan = report.make(config_file.load(["train_configs/debug_model.toml", *load]), "debug_model.toml")
+    found, sizes = report.to_json(plan), FAMILIES[family][flavor]
+    total, active = parameters.total(sizes), parameters.total(sizes, active=True)
+    assert (found["model"], found["parameters"], found["active_parameters"]) == (f"{family} {flavor}", total, active)
+    assert 0 < found["tokens_per_s_per_gpu"] < 1e9 and found["memory"]["allocated_bytes"] > 12 * total / 256
 
 
 def test_a_configuration_with_an_impossible_layout_gives_the_trainers_own_error():

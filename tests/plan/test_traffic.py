@@ -26,6 +26,24 @@ def test_group_limited_routing_by_the_two_best_scores(ranks, expected):
     assert traffic.group_limited_lower_bound(256, 8, 8, 4, ranks) < found < traffic.uniform_unique(256, 8, ranks)
 
 
+@pytest.mark.parametrize("judged_by", [1, 2])
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_the_draw_follows_the_routers_rule(judged_by, ranks):
+    """DeepSeek-V2, whose groups are judged by their best score alone, and what it would be by the best two."""
+    import titan_moe.runtime  # noqa: F401
+
+    import torch
+
+    from titan_moe.moe.router import Router
+
+    model = replace(FLAVORS["236B"], scores_per_group=judged_by)
+    scores_BLE = torch.rand(1, 40_000, model.num_experts, generator=torch.Generator().manual_seed(0))
+    limited_BLE = Router._get_node_limited_routing_scores(model, scores_BLE)  # type: ignore[arg-type]
+    rank_BLK = limited_BLE.topk(model.top_k, dim=-1).indices // (model.num_experts // ranks)
+    met_BLR = torch.zeros(1, 40_000, ranks).scatter(-1, rank_BLK, 1.0)
+    assert traffic.unique_places(model, "natural", ranks) == pytest.approx(met_BLR.sum(-1).mean().item(), abs=0.02)
+
+
 @pytest.mark.parametrize(("ep", "uniform", "limited"), [(16, 1.993, 1.966), (32, 3.614, 3.115), (64, 5.295, 3.954)])
 def test_unique_nodes_of_8(ep, uniform, limited):
     assert traffic.uniform_unique(256, 8, ep // 8) == pytest.approx(uniform, abs=5e-4)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,43 @@ SCALE = "_scale_inv"
 SHOWN = 10  # of the problems of one kind
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a look into a folder tells."""
+
+    problems: list[str]
+    """Everything that keeps its weights from being loaded, each behind its key; the rest means something without any"""
+
+    content: dict[str, Any] = field(default_factory=dict)
+    """config.json"""
+
+    wanted: list[Weight] = field(default_factory=list)
+    stored: dict[str, Stored] = field(default_factory=dict)
+    block: tuple[int, int] = (128, 128)
+    """Rows and columns that share a scale"""
+
+
 def problems(config: Config, path: Path) -> list[str]:
-    """Everything that keeps the weights in the folder from being loaded, each behind its key."""
+    return look(config, path).problems
+
+
+def look(config: Config, path: Path) -> Found:
+    """Read config.json, the index and the header of each file, once."""
     if not config.checkpoint.initial_load_model_only:
-        return ["checkpoint.initial_load_model_only = false: a Hugging Face folder has only weights; set it to true"]
-    flavor = model_flavor(config)
+        only = "checkpoint.initial_load_model_only = false: a Hugging Face folder has only weights; set it to true"
+        return Found([only])
     try:
         content = hf_folder.read_json(path / CONFIG)
     except ValueError as error:
-        return [_of(path, str(error))]
-    found = model_config.disagreements(content, config.model.name, flavor, dense=config.checkpoint.upcycle)
-    if found:  # names and shapes would only say the same again
-        return [_of(path, problem) for problem in found]
-    block, quantized = block_size(content)
-    found += quantized
+        return Found(_of(path, [str(error)]))
+    flavor = model_flavor(config)
+    if found := model_config.disagreements(content, config.model.name, flavor, dense=config.checkpoint.upcycle):
+        return Found(_of(path, found))  # names and shapes would only say the same again
+    block, found = block_size(content)
     stored, broken = hf_folder.tensors(path)
-    found += _some(broken, "")
-    if not broken:
-        found += tensor_problems(flavor, wanted_weights(config, content), stored, block)
-    return [_of(path, problem) for problem in found]
+    wanted = wanted_weights(config, content)
+    found += _some(broken, "") if broken else tensor_problems(flavor, wanted, stored, block)
+    return Found(_of(path, found), content, wanted, stored, block)
 
 
 def wanted_weights(config: Config, content: Mapping[str, Any]) -> list[Weight]:
@@ -49,8 +68,8 @@ def wanted_weights(config: Config, content: Mapping[str, Any]) -> list[Weight]:
     return weights(flavor, has_bias(config))
 
 
-def _of(path: Path, problem: str) -> str:
-    return f"checkpoint.initial_load_path = {str(path)!r}: {problem}"
+def _of(path: Path, problems: list[str]) -> list[str]:
+    return [f"checkpoint.initial_load_path = {str(path)!r}: {problem}" for problem in problems]
 
 
 def _some(found: list[str], what: str) -> list[str]:

@@ -43,6 +43,7 @@ FILE_BYTES = 5_000_000_000
 """A file is closed once it has so many; it can have more by one parameter, which is never split"""
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""What weights are written as, and how safetensors calls it"""
 
 
 @dataclass

@@ -13,9 +13,11 @@ Shape letters: E experts, F expert hidden width, D model width, R rows, C column
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import titan_moe.runtime as runtime
 
@@ -29,7 +31,6 @@ from torchtitan.tools.logging import logger
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.huggingface import check
-from titan_moe.huggingface import folder as hf_folder
 from titan_moe.huggingface.folder import Stored
 from titan_moe.huggingface.names import BIAS, Weight
 from titan_moe.model import local_slice
@@ -56,27 +57,25 @@ class Piece:
 def load(path: Path, config: Config, model_parts: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
     """Fill the model's weights and router biases from a Hugging Face folder. All ranks call it. `group`: to agree in on
     how it went. Raises ValueError on all of them if the folder is not whole, or is of another model."""
-    stored, block, found_weights = runtime.on_rank_0(lambda: _look(path, config))
-    wanted = {weight.ours: weight for weight in found_weights}
+    found = runtime.on_rank_0(lambda: _look(path, config))
+    wanted = {weight.ours: weight for weight in found.wanted}
     problem = None
     try:
-        _read(path, list(pieces(model_parts, wanted, stored)), stored, block)
+        _read(path, list(pieces(model_parts, wanted, found.stored)), found.stored, found.block)
     except (OSError, SafetensorError) as error:
         problem = f"rank {dist.get_rank()}: {error}"
-    found: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, problem, group=group)
-    if said := next((problem for problem in found if problem), None):
+    everywhere: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, problem, group=group)
+    if said := next((problem for problem in everywhere if problem), None):
         raise ValueError(f"checkpoint.initial_load_path = {str(path)!r} could not be read; {said}")
 
 
-def _look(path: Path, config: Config) -> tuple[dict[str, Stored], tuple[int, int], list[Weight]]:
+def _look(path: Path, config: Config) -> check.Found:
     """On rank 0: what is where, and wanted. Raises ValueError with everything that is wrong."""
-    if problems := check.problems(config, path):
-        raise ValueError("\n".join(problems))
-    stored, _ = hf_folder.tensors(path)
-    flavor, content = model_flavor(config), hf_folder.read_json(path / hf_folder.CONFIG)
-    wanted = check.wanted_weights(config, content)
-    beyond, _ = check.left_out(flavor, wanted, stored)
+    found, flavor = check.look(config, path), model_flavor(config)
+    if found.problems:
+        raise ValueError("\n".join(found.problems))
+    beyond, _ = check.left_out(flavor, found.wanted, found.stored)
     if beyond:
         layers = sorted({int(name.split(".")[2]) for name in beyond})
         logger.info(
@@ -84,12 +83,12 @@ def _look(path: Path, config: Config) -> tuple[dict[str, Stored], tuple[int, int
             f"model.num_mtp_layers = {flavor.num_mtp_layers} does not have"
         )
     if config.checkpoint.upcycle:
-        tied = "; its tied head becomes a weight of its own" if content.get("tie_word_embeddings") else ""
+        tied = "; its tied head becomes a weight of its own" if found.content.get("tie_word_embeddings") else ""
         logger.info(
             f"Upcycling: each of the {flavor.num_experts} experts of a layer begins as the feed-forward of {path}; "
             f"routers begin as the seed has them{tied}"
         )
-    return stored, check.block_size(content)[0], wanted
+    return found
 
 
 def tensors(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
@@ -128,18 +127,25 @@ def pieces(
 
 
 def _read(path: Path, pieces: list[Piece], stored: Mapping[str, Stored], block: tuple[int, int]) -> None:
-    """File by file, each opened once, and again for the factors of each FP8 slice."""
+    """File by file. The factors of an FP8 slice are mostly in the same one; others stay open until it is done."""
     by_file: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_file.setdefault(stored[piece.name].file, []).append(piece)
     total, done, said = sum(piece.target.numel() for piece in pieces), 0, time.monotonic()
     logger.info(f"Reading {total:,} weights of this rank from {len(by_file)} files of {path}")
     for i, file in enumerate(sorted(by_file), start=1):
-        with safe_open(path / file, framework="pt") as opened:
+        with ExitStack() as opened:
+            files: dict[str, Any] = {}
+
+            def read(name: str, index: tuple[slice, ...], opened=opened, files=files) -> Tensor:
+                if (there := stored[name].file) not in files:
+                    files[there] = opened.enter_context(safe_open(path / there, framework="pt"))
+                return files[there].get_slice(name)[index]
+
             for piece in by_file[file]:
-                values = opened.get_slice(piece.name)[piece.index]
+                values = read(piece.name, piece.index)
                 if stored[piece.name].dtype == "F8_E4M3":
-                    values = values.float() * _factors(path, piece, stored, block)
+                    values = values.float() * _factors(piece, read, block)
                 piece.target.copy_(values)
                 done += piece.target.numel()
                 if time.monotonic() - said > LINE_EVERY:
@@ -147,12 +153,10 @@ def _read(path: Path, pieces: list[Piece], stored: Mapping[str, Stored], block: 
                     logger.info(f"Reading weights: {done / total:.0%}, file {i} of {len(by_file)}")
 
 
-def _factors(path: Path, piece: Piece, stored: Mapping[str, Stored], block: tuple[int, int]) -> Tensor:
+def _factors(piece: Piece, read: Callable[[str, tuple[slice, ...]], Tensor], block: tuple[int, int]) -> Tensor:
     """For each number of an FP8 slice [R, C], the fp32 factor of its block."""
-    name = piece.name + check.SCALE
     index = [slice(at.start // size, -(-at.stop // size)) for at, size in zip(piece.index, block)]
-    with safe_open(path / stored[name].file, framework="pt") as opened:  # mostly the same file: mapped, not read
-        factors = opened.get_slice(name)[tuple(index)].float()
+    factors = read(piece.name + check.SCALE, tuple(index)).float()
     for dim, (at, size) in enumerate(zip(piece.index, block)):
         factors = factors.repeat_interleave(size, dim).narrow(dim, at.start % size, at.stop - at.start)
     return factors

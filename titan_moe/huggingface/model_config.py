@@ -183,8 +183,8 @@ def _latent_disagreements(content: dict[str, Any], f: Flavor, kind: str) -> Iter
     known = TOPK_METHODS.get(kind, ("noaux_tc",))
     if (method := content.get("topk_method", known[0])) not in known:
         yield (
-            f'config.json: topk_method = "{method}": this trainer has only {", ".join(known)} in models of type {kind}; '
-            "its weights cannot be loaded"
+            f'config.json: topk_method = "{method}": this trainer has only {", ".join(known)} in models of type '
+            f"{kind}; its weights cannot be loaded"
         )
     elif method != "greedy" and f.num_expert_groups > 1 and f.scores_per_group != (wanted := SCORES_PER_GROUP[kind]):
         yield (

@@ -163,8 +163,9 @@ def fuse(
     """A stock MoE config, sharding set or not, as one of ours. `sequences_per_step` is over all ranks and microbatches
     of an optimizer step; only the auxiliary losses need it. `max_tokens` is of one rank and microbatch; only te_ep,
     deepep, hybridep and a `recv_buffer` other than "exact" need it. `in_flight`, for te_ep: microbatches that may wait
-    for their backward; `te_ep_payload`: what rows travel as there. `scores_per_group`: see moe/router.py. `recipe` is what the experts' GEMMs are quantized
-    to. `overlap_shared`: the shared expert runs while tokens are on their way to their experts."""
+    for their backward; `te_ep_payload`: what rows travel as there. `recipe` is what the experts' GEMMs are quantized
+    to. `overlap_shared`: the shared expert runs while tokens are on their way to their experts. `scores_per_group`: see
+    router.py."""
     routed, chooser = config.routed_experts, config.router
     inner = routed.inner_experts
     if type(inner) is not GroupedExperts.Config:

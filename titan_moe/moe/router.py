@@ -1,8 +1,8 @@
 """torchtitan's router with logits that are fp32 on every device, the z-loss, groups of experts judged as DeepSeek-V2
 does too, and forced choices for benchmarks.
 
-Shape letters: B batch, L sequence, T = B*L tokens, D model width, E experts, K top-k, G groups, n = E/G, M groups that a
-token may use.
+Shape letters: B batch, L sequence, T = B*L tokens, D model width, E experts, K top-k, G groups, n = E/G, M groups that
+a token may use.
 """
 
 from dataclasses import dataclass
