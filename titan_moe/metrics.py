@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_moe.runtime import DeviceMemory
+import titan_moe.runtime  # noqa: F401
 
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor
 
 from titan_moe.config import Config
+from titan_moe.device_memory import DeviceMemory
 from titan_moe.phase_names import OUTSIDE
 from titan_moe.phases import Phases
 from titan_moe.recompiles import Recompiles
