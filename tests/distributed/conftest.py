@@ -1,4 +1,4 @@
-"""One torchrun job per number of ranks, and one for the slow cases of that number, started by the first test that asks
+"""One job per number of ranks, and one for the slow cases of that number, started by the first test that asks
 for one of its cases."""
 
 from collections.abc import Callable

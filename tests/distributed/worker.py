@@ -1,7 +1,7 @@
-"""One torchrun job that trains several configurations, one after the other; imports, which cost most of a start, happen
+"""One job that trains several configurations, one after the other; imports, which cost most of a start, happen
 once.
 
-    torchrun --nproc_per_node N tests/distributed/worker.py OUT
+    python tests/distributed/ranks.py N tests/distributed/worker.py OUT
 
 OUT/cases.json maps a name to a free port, the train.py to run, what is done to it (see Case) and its arguments. Each
 case runs its `main` for real, in a fork of each rank with a process group of its own; its run folder is OUT/<name>.
