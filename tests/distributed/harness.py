@@ -114,7 +114,8 @@ def run_cases(world_size: int, cases: dict[str, Case], out: Path) -> dict[str, O
         )
         for name, case in cases.items()
     }
-    (out / "cases.json").write_text(json.dumps(table))
-    finished = forked(world_size, "tests/distributed/worker.py", str(out))
+    file = out / f"cases-{next(iter(cases))}.json"  # several jobs may share a folder
+    file.write_text(json.dumps(table))
+    finished = forked(world_size, "tests/distributed/worker.py", str(file))
     assert finished.returncode == 0, f"{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}"
     return {name: Outcome(out / name) for name in cases}
