@@ -28,7 +28,6 @@ from titan_moe.phases import Phases
 from titan_moe.recompiles import Recompiles
 from titan_moe.trackers import Guarded, JsonLines, dashboards
 
-
 LOSS, PERPLEXITY = "validation_loss", "validation_perplexity"
 """Of held-out documents; "/NAME" follows for those of validation.sets"""
 
