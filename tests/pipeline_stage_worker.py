@@ -1,4 +1,6 @@
-"""Two ranks of tiny pipelines, with torch's stages and with ours: `torchrun ... tests/pipeline_stage_worker.py OUT`.
+"""Two ranks of tiny pipelines, with torch's stages and with ours.
+
+    python tests/distributed/ranks.py 2 tests/pipeline_stage_worker.py OUT
 
 OUT/<rank>.json maps "<schedule> <class of stage>" to what a step of it computed and how many of its receive buffers
 were alive at most, in the step and in an evaluation.

@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from titan_moe.runtime import DeviceMemory
+import titan_moe.runtime  # noqa: F401
 
 import pytest
 
@@ -14,6 +14,7 @@ from titan_moe import clock as clock_module
 from titan_moe import metrics as metrics_module
 from titan_moe import phases as phases_module
 from titan_moe.config import Config
+from titan_moe.device_memory import DeviceMemory
 from titan_moe.metrics import Metrics, read_metrics
 from titan_moe.moe import te
 from titan_moe.phases import Phases

@@ -8,7 +8,7 @@ import titan_moe.runtime  # noqa: F401
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.harness import torchrun
+from tests.distributed.harness import forked
 from tests.pipeline_stage_worker import MICROBATCHES, NAMES
 from titan_moe import pipeline_stage
 
@@ -16,7 +16,7 @@ from titan_moe import pipeline_stage
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("stages")
-    finished = torchrun(2, "tests/pipeline_stage_worker.py", str(out))
+    finished = forked(2, "tests/pipeline_stage_worker.py", str(out))
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 

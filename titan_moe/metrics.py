@@ -16,17 +16,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_moe.runtime import DeviceMemory
+import titan_moe.runtime  # noqa: F401
 
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor
 
 from titan_moe.config import Config
+from titan_moe.device_memory import DeviceMemory
 from titan_moe.phase_names import OUTSIDE
 from titan_moe.phases import Phases
 from titan_moe.recompiles import Recompiles
 from titan_moe.trackers import Guarded, JsonLines, dashboards
-
 
 LOSS, PERPLEXITY = "validation_loss", "validation_perplexity"
 """Of held-out documents; "/NAME" follows for those of validation.sets"""

@@ -5,7 +5,8 @@ torchtitan 0.3.0 trains on a CPU with gloo once four things are put right; each 
 1. `use_available_device`: without an accelerator torchtitan falls back to "cuda" for its module-level `device_type`.
 2. `prepare_for_backend`: FSDP2 scales gradients by a premultiplied sum, which gloo does not have.
 3. `set_timeouts`: torchtitan's own passes device ids to the barrier, which gloo refuses.
-4. `DeviceMemory`: torchtitan's memory monitor asks the device for a name and statistics that a CPU does not have.
+4. `DeviceMemory` (device_memory.py): torchtitan's memory monitor asks the device for a name and statistics that a CPU
+   does not have.
 
 Attention on a CPU is in `attention.py`, the all-to-all that gloo can do in `moe/dispatch.py`.
 
@@ -14,7 +15,6 @@ keeps it in front.
 """
 
 import os
-import resource
 import sys
 import warnings
 from collections.abc import Callable
@@ -54,8 +54,6 @@ from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.tools import utils as titan_utils  # noqa: E402
 
 from titan_moe.config import Config  # noqa: E402
-from titan_moe.plan.hardware import Precision, of_device  # noqa: E402
-from titan_moe.precision.recipes import RECIPES  # noqa: E402
 from titan_moe.run_folder import new_run_id  # noqa: E402
 
 T = TypeVar("T")
@@ -217,63 +215,3 @@ def set_timeouts(parallel_dims: ParallelDims, seconds: int) -> None:
         dist.set_timeout(timeout, None)
     for group in last_hop_groups():
         dist.set_timeout(timeout, group)
-
-
-class DeviceMemory:
-    """Peak memory of this rank: of the accelerator, or of the process when the CPU computes."""
-
-    def __init__(self) -> None:
-        self.monitor = None
-        self.device_name = "CPU"
-        if DEVICE_TYPE != "cpu":
-            from torchtitan.components.metrics import build_device_memory_monitor
-
-            self.monitor = build_device_memory_monitor()
-            self.device_name = self.monitor.device_name
-
-    def peak(self) -> dict[str, float]:
-        """torchtitan's TensorBoard tags; GiB and percent of what the device (the machine) has. A process's peak is
-        since its start, an accelerator's since the last reset."""
-        if self.monitor is None:
-            gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
-            percent = 100 * gib * 2**30 / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-            return {
-                "memory/max_active(GiB)": gib,
-                "memory/max_active(%)": percent,
-                "memory/max_reserved(GiB)": gib,
-                "memory/max_reserved(%)": percent,
-                "memory/num_alloc_retries": 0,
-                "memory/num_ooms": 0,
-            }
-        stats = self.monitor.get_peak_stats()
-        return {
-            "memory/max_active(GiB)": stats.max_active_gib,
-            "memory/max_active(%)": stats.max_active_pct,
-            "memory/max_reserved(GiB)": stats.max_reserved_gib,
-            "memory/max_reserved(%)": stats.max_reserved_pct,
-            "memory/num_alloc_retries": stats.num_alloc_retries,
-            "memory/num_ooms": stats.num_ooms,
-        }
-
-    def reset(self) -> None:
-        if self.monitor is not None:
-            self.monitor.reset_peak_stats()
-
-    def precision(self, config: Config) -> Precision | None:
-        """What the run's GEMMs compute in on this device, by the names of [precision]; None for a device or a type
-        whose rate is not known. A recipe counts as soon as it holds for some of them. It needs a device that has it,
-        and Transformer Engine to use that: where it is emulated, bf16 is what computes."""
-        from titan_moe.moe import te
-
-        known, recipe = of_device(self.device_name), config.precision.recipe
-        if known is None or config.training.mixed_precision_param != "bfloat16":
-            return None
-        if recipe not in RECIPES or recipe not in known.precisions or config.precision.backend == "emulated":
-            return "bf16"
-        return "bf16" if te.problem(te.facts()) else recipe
-
-    def peak_flops(self, config: Config) -> float | None:
-        """Dense FLOP/s of the device in what the run computes in, by its data sheet; None when unknown, so that nobody
-        reads an MFU against a guess."""
-        known, precision = of_device(self.device_name), self.precision(config)
-        return None if known is None or precision is None else known.peak_tflops(precision) * 1e12

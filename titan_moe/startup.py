@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import titan_moe.runtime as runtime
-from titan_moe.runtime import DEVICE_TYPE, DeviceMemory
+from titan_moe.runtime import DEVICE_TYPE
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from titan_moe import run_folder
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.config_print import literal
+from titan_moe.device_memory import DeviceMemory
 from titan_moe.flavors import Flavor
 from titan_moe.machine_check import Machine, occupied
 from titan_moe.mesh_check import dispatched_tokens, microbatch_size, microbatches_per_step, region_tokens

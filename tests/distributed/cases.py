@@ -1,4 +1,4 @@
-"""Every training that the tests of whole runs look at, by the number of ranks: one torchrun job each (see
+"""Every training that the tests of whole runs look at, by the number of ranks: one job each (see
 conftest.py)."""
 
 from pathlib import Path

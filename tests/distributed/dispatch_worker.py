@@ -1,6 +1,6 @@
-"""One torchrun job that checks dispatchers between real ranks, one case after the other.
+"""One job that checks dispatchers between real ranks, one case after the other.
 
-    torchrun --nproc_per_node N tests/distributed/dispatch_worker.py OUT.json
+    python tests/distributed/ranks.py N tests/distributed/dispatch_worker.py OUT.json
 
 OUT.json maps each case of `cases(N)` to the errors that any rank met: a list, empty if all went well. Every rank can
 make every rank's tokens, so each checks its part against a loop over all tokens of all ranks in float64.

@@ -1,4 +1,4 @@
-"""Launches torchrun jobs of several cases and reads what they left; see worker.py."""
+"""Launches jobs of several cases and reads what they left; see worker.py."""
 
 import json
 import os
@@ -62,21 +62,22 @@ class Outcome:
         return torch.load(self.folder / "step1.pt", weights_only=True)
 
 
-def torchrun(world_size: int, script: str, *args: str):
+def torchrun(world_size: int, script: str, *args: str) -> subprocess.CompletedProcess[str]:
     """Run `script` under torchrun on this machine and return the finished process; its output goes to the test's
     log."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-ranks-filter=0",
-        f"--nproc_per_node={world_size}",
-        script,
-        *args,
-    ]
+    command = ["-m", "torch.distributed.run", "--standalone", "--local-ranks-filter=0"]
+    return _finished([*command, f"--nproc_per_node={world_size}", script, *args])
+
+
+def forked(world_size: int, script: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """The same for a script of the tests, whose ranks start sooner; see ranks.py."""
+    return _finished(["tests/distributed/ranks.py", str(world_size), script, *args])
+
+
+def _finished(command: list[str]) -> subprocess.CompletedProcess[str]:
     # One thread per process: several on few cores would wait for each other.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *command]
     return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=600)
 
 
@@ -113,7 +114,8 @@ def run_cases(world_size: int, cases: dict[str, Case], out: Path) -> dict[str, O
         )
         for name, case in cases.items()
     }
-    (out / "cases.json").write_text(json.dumps(table))
-    finished = torchrun(world_size, "tests/distributed/worker.py", str(out))
+    file = out / f"cases-{next(iter(cases))}.json"  # several jobs may share a folder
+    file.write_text(json.dumps(table))
+    finished = forked(world_size, "tests/distributed/worker.py", str(file))
     assert finished.returncode == 0, f"{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}"
     return {name: Outcome(out / name) for name in cases}

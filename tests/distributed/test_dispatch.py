@@ -1,4 +1,4 @@
-"""Dispatchers between real ranks: see dispatch_worker.py for what each check does. One torchrun job per number of
+"""Dispatchers between real ranks: see dispatch_worker.py for what each check does. One job per number of
 ranks."""
 
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.distributed.dispatch_worker import Case, cases
-from tests.distributed.harness import torchrun
+from tests.distributed.harness import forked
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def errors(tmp_path_factory):
     def get(world_size: int) -> dict[str, list[str]]:
         if world_size not in done:
             out = tmp_path_factory.mktemp("dispatch") / "errors.json"
-            finished = torchrun(world_size, "tests/distributed/dispatch_worker.py", str(out))
+            finished = forked(world_size, "tests/distributed/dispatch_worker.py", str(out))
             assert finished.returncode == 0, f"{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}"
             done[world_size] = json.loads(out.read_text())
         return done[world_size]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.distributed.harness import torchrun
+from tests.distributed.harness import forked
 from tests.distributed.titan_dispatch_worker import CASES
 
 
@@ -12,7 +12,7 @@ from tests.distributed.titan_dispatch_worker import CASES
 def errors(tmp_path_factory) -> dict[str, list[str]]:
     """What went wrong in each case."""
     out = tmp_path_factory.mktemp("titan_dispatch") / "errors.json"
-    finished = torchrun(2, "tests/distributed/titan_dispatch_worker.py", str(out))
+    finished = forked(2, "tests/distributed/titan_dispatch_worker.py", str(out))
     assert finished.returncode == 0, f"{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}"
     return json.loads(out.read_text())
 

@@ -1,7 +1,7 @@
-"""One torchrun job of two ranks that checks the dispatchers on DeepEP and HybridEP: torchtitan's ops on a double of the
+"""One job of two ranks that checks the dispatchers on DeepEP and HybridEP: torchtitan's ops on a double of the
 libraries.
 
-    torchrun --nproc_per_node 2 tests/distributed/titan_dispatch_worker.py OUT.json
+    python tests/distributed/ranks.py 2 tests/distributed/titan_dispatch_worker.py OUT.json
 
 OUT.json maps each case of `CASES` to the errors that any rank met. The libraries move only bf16, so all numbers here
 are small whole ones or halves, which bf16 adds and multiplies exactly: results must be equal, not close.

@@ -1,9 +1,9 @@
-"""One torchrun job that trains several configurations, one after the other; imports, which cost most of a start, happen
+"""One job that trains several configurations, one after the other; imports, which cost most of a start, happen
 once.
 
-    torchrun --nproc_per_node N tests/distributed/worker.py OUT
+    python tests/distributed/ranks.py N tests/distributed/worker.py OUT/CASES.json
 
-OUT/cases.json maps a name to a free port, the train.py to run, what is done to it (see Case) and its arguments. Each
+CASES.json maps a name to a free port, the train.py to run, what is done to it (see Case) and its arguments. Each
 case runs its `main` for real, in a fork of each rank with a process group of its own; its run folder is OUT/<name>.
 Rank 0 adds OUT/<name>/step1.pt: the gradient of every parameter at step 1, whole, before clipping; the experts that
 every token was routed to at step 1, by global sample; how often each collective was called in step 1; how experts are
@@ -318,14 +318,14 @@ def write_down(recorder: Recorder, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    out = Path(sys.argv[1])
+    file = Path(sys.argv[1])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # rank 0 of each case hosts its own store
-    for name, (port, path, few_labels, overflow, stops, argv) in json.loads((out / "cases.json").read_text()).items():
+    for name, (port, path, few_labels, overflow, stops, argv) in json.loads(file.read_text()).items():
         os.environ |= {"RUN_ID": name, "MASTER_PORT": str(port)}
         child = os.fork()
         if child == 0:
             try:
-                run_case(load(path), argv, out / name, few_labels=few_labels, overflow=overflow, stops=stops)
+                run_case(load(path), argv, file.parent / name, few_labels=few_labels, overflow=overflow, stops=stops)
                 runtime.leave_process_group()
             except BaseException:
                 traceback.print_exc()

@@ -1,6 +1,6 @@
-"""Trainings in which something goes wrong in the numbers, each in a fork of every rank of one torchrun job:
+"""Trainings in which something goes wrong in the numbers, each in a fork of every rank of one job:
 
-    torchrun --nproc_per_node N tests/faults/guards_worker.py OUT
+    python tests/distributed/ranks.py N tests/faults/guards_worker.py OUT
 
 OUT/cases.json maps a name to a free port, a fault (a name of FAULTS with its arguments) and train.py's arguments. Every
 rank leaves OUT/<name>/seen-<rank>.json: by step, this rank's share of the loss, the learning rate of the update, and

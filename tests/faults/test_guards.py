@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.cases import EP2, FULL, HSDP2, PP2, REDUCE_EVERY, SCHEDULE_100, pipeline
-from tests.distributed.harness import SMALL_FP32, free_port, torchrun
+from tests.distributed.harness import SMALL_FP32, forked, free_port
 from titan_moe.metrics import read_metrics
 
 BASE = [*SMALL_FP32, "--validation.enable=false", "--lr_scheduler.warmup_steps=50", SCHEDULE_100]
@@ -73,7 +73,7 @@ def seen(tmp_path_factory) -> Callable[[str], list[dict]]:
                 if (name in SLOW) == slow
             }
             (out / "cases.json").write_text(json.dumps(table))
-            finished = torchrun(2, "tests/faults/guards_worker.py", str(out))
+            finished = forked(2, "tests/faults/guards_worker.py", str(out))
             assert finished.returncode == 0, f"{finished.stdout[-6000:]}\n{finished.stderr[-6000:]}"
         folder = jobs[slow] / name
         ranks = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in (0, 1)]

@@ -1,6 +1,6 @@
-"""A torchrun worker: the bytes that real training steps hold. Forks for each case, as tests/distributed/worker.py does.
+"""A job's ranks: the bytes that real training steps hold. Forks for each case, as tests/distributed/worker.py does.
 
-    torchrun --nproc_per_node N tests/plan/measure_memory.py OUT
+    python tests/distributed/ranks.py N tests/plan/measure_memory.py OUT
 
 OUT/cases.json maps a name to a free port and the arguments of train.py; rank 0 writes OUT/<name>.json. States are those
 of its shards. Activations are the storages that forward made and that are still alive when it ends: what autograd,

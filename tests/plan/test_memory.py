@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.distributed.cases import LAYERS, PP2, SCHEDULE
-from tests.distributed.harness import free_port, torchrun
+from tests.distributed.harness import forked, free_port
 from tests.dry_run.harness import dry_runs
 from titan_moe import config_file, flavors, offload_check, recompute_facts
 from titan_moe.plan import activations, memory_runs, parameters
@@ -279,7 +279,7 @@ CASES = {
 def measured(tmp_path_factory) -> dict[str, dict[str, int]]:
     out = tmp_path_factory.mktemp("memory")
     (out / "cases.json").write_text(json.dumps({name: (free_port(), [*CASE, *case]) for name, case in CASES.items()}))
-    finished = torchrun(2, "tests/plan/measure_memory.py", str(out))
+    finished = forked(2, "tests/plan/measure_memory.py", str(out))
     assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-4000:]
     return {name: json.loads((out / f"{name}.json").read_text()) for name in CASES}
 
