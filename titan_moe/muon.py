@@ -71,6 +71,7 @@ class Muon(Optimizer):
         """`dtype`: of the matrix products."""
         self.dtype = dtype
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self.parts = {parameter: _part(parameter) for group in self.param_groups for parameter in group["params"]}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]
@@ -80,9 +81,9 @@ class Muon(Optimizer):
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             for together in _rounds(params):
                 ahead = (self._look_ahead(parameter, group["momentum"], keep) for parameter in together)
-                for parameter, direction in zip(together, _directions(together, ahead)):
+                for parameter, whole in zip(together, _directions(together, ahead)):
                     rows, columns = (parameter.shape[dim] for dim in MATRIX[parameter.ndim])
-                    local, lr = _local(parameter), group["lr"]
+                    local, lr, direction = _local(parameter), group["lr"], whole[self.parts[parameter]]
                     local.mul_(1 - lr * group["weight_decay"] * keep)
                     local.sub_(direction.to(local.dtype) * (lr * SCALE * math.sqrt(max(rows, columns)) * keep))
 
@@ -122,26 +123,24 @@ def _rounds(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _directions(together: Sequence[Tensor], ahead: Iterable[Tensor]) -> Iterator[Tensor]:
-    """This rank's part of each parameter's O, from its part of N."""
+    """O of each parameter's matrices on this rank, whole, from this rank's part of N."""
     dims, rank, group = _cut_inside(together[0]), 0, None
     if dims:
         mesh, shared = cast(DTensor, together[0]).device_mesh, _shared(together[0], dims)
         rank, group = mesh.get_local_rank(shared), mesh.get_group(shared)
-    mine, empty = None, []
+    mine, shapes = None, []
     for i, (parameter, part) in enumerate(zip(together, ahead)):
         whole = _whole(part, parameter, dims)
-        empty.append(whole.to("meta"))
+        shapes.append(whole.shape)
         if i == rank:
-            mine = orthogonal(whole)
-    for i, (parameter, like) in enumerate(zip(together, empty)):
-        if i == rank:
-            assert mine is not None
-            direction = mine
-        else:
-            direction = torch.empty_like(like, device=_local(parameter).device)
+            mine = whole
+    mine = None if mine is None else orthogonal(mine)  # now that nobody waits for the next gather
+    for i, shape in enumerate(shapes):
+        direction = mine if i == rank else whole.new_empty(shape)
+        assert direction is not None
         if group is not None:
             dist.broadcast(direction, group=group, group_src=i)
-        yield direction[_part(parameter)]
+        yield direction
 
 
 def _cut_inside(parameter: Tensor) -> tuple[int, ...]:
