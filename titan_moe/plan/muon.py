@@ -3,8 +3,10 @@
 Computed from the sizes of matrices and the rates of GEMMs; no run on a GPU has been measured.
 """
 
-from functools import cache
+from collections import Counter
+from functools import cache, lru_cache
 
+from titan_moe.flavors import Flavor
 from titan_moe.huggingface.names import weights
 from titan_moe.plan import collectives, kernels
 from titan_moe.plan.constants import Constants
@@ -13,6 +15,17 @@ from titan_moe.plan.job import Job
 ITERATIONS = 5
 OTHERS = ("tok_embeddings.", "lm_head.", ".moe.router.")
 """Matrices that AdamW keeps"""
+
+
+@lru_cache
+def _matrices(flavor: Flavor) -> Counter[tuple[int, int, bool]]:
+    """How many there are, by rows, columns (no fewer) and whether they are an expert's."""
+    found: Counter[tuple[int, int, bool]] = Counter()
+    for weight in weights(flavor, bias=False):
+        if len(weight.shape) == 2 and not weight.ours.startswith(OTHERS[:2]) and OTHERS[2] not in weight.ours:
+            rows, columns = sorted(weight.shape)
+            found[rows, columns, weight.experts > 0] += weight.experts or 1
+    return found
 
 
 def seconds(job: Job, c: Constants) -> float:
@@ -25,15 +38,12 @@ def seconds(job: Job, c: Constants) -> float:
         return ITERATIONS * sum(kernels.gemm_seconds(job.hardware, "bf16", "forward", m, n, k, c) for m, n, k in shapes)
 
     dense = experts = dense_numbers = 0.0
-    for weight in weights(job.model, bias=False):
-        if len(weight.shape) != 2 or weight.ours.startswith(OTHERS[:2]) or OTHERS[2] in weight.ours:
-            continue
-        rows, columns = sorted(weight.shape)
-        if weight.experts:
-            experts += weight.experts * products(rows, columns)
+    for (rows, columns, of_expert), number in _matrices(job.model).items():
+        if of_expert:
+            experts += number * products(rows, columns)
         else:
-            dense += products(rows, columns)
-            dense_numbers += rows * columns
+            dense += number * products(rows, columns)
+            dense_numbers += number * rows * columns
     ranks = job.dp_shard * job.cp
     # Gathered and handed out again in bf16; tensor-parallel ranks all do the same.
     moved = 2 * collectives.sharded_seconds(job, 2 * dense_numbers / job.pp, ranks, job.tp)
