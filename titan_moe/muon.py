@@ -128,15 +128,15 @@ def _directions(together: Sequence[Tensor], ahead: Iterable[Tensor]) -> Iterator
     if dims:
         mesh, shared = cast(DTensor, together[0]).device_mesh, _shared(together[0], dims)
         rank, group = mesh.get_local_rank(shared), mesh.get_group(shared)
-    mine, shapes = None, []
+    mine, empty = None, []
     for i, (parameter, part) in enumerate(zip(together, ahead)):
         whole = _whole(part, parameter, dims)
-        shapes.append(whole.shape)
+        empty.append((whole.shape, whole.new_empty(0)))
         if i == rank:
             mine = whole
     mine = None if mine is None else orthogonal(mine)  # now that nobody waits for the next gather
-    for i, shape in enumerate(shapes):
-        direction = mine if i == rank else whole.new_empty(shape)
+    for i, (shape, like) in enumerate(empty):
+        direction = mine if i == rank else like.new_empty(shape)
         assert direction is not None
         if group is not None:
             dist.broadcast(direction, group=group, group_src=i)
