@@ -268,6 +268,7 @@ CASES = [
     # moments of the optimizer
     case('optimizer.moments_dtype = "bfloat16"\noptimizer.beta2 = 0.999'),
     case('optimizer.moments_dtype = "float32"\ntraining.dtype = "bfloat16"'),
+    case('[optimizer]\nname = "Muon"\nmomentum = 1.0\nmoments_dtype = "bfloat16"'),
     # lengths and steps
     case("training.seq_len = 32768"),
     case("lr_scheduler.total_steps = 99"),

@@ -103,8 +103,9 @@ def load(checkpointer: CheckpointManager, step: int) -> bool:
             reason = "its data had fewer shards or sources: put [training] and the files back as they were"
         elif key.startswith(("optimizer.", "lr_scheduler.", "dataloader.", "progress.", "guard.")):
             reason = (
-                "it holds only weights (checkpoint.last_save_model_only): move it away to resume the one before it, or "
-                "start a new run from it with checkpoint.initial_load_path"
+                "it holds only weights (checkpoint.last_save_model_only) or the state of another optimizer.name: move "
+                "it away to resume the one before it, put the name back, or start a new run from it with "
+                "checkpoint.initial_load_path"
             )
         else:
             reason = "it is of another model: put [model] back"

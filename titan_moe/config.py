@@ -235,8 +235,9 @@ class Precision:
 
 @dataclass(kw_only=True)
 class Optimizer:
-    name: Literal["AdamW"] = "AdamW"
-    """Optimizer"""
+    name: Literal["AdamW", "Muon"] = "AdamW"
+    """Optimizer. "Muon" is for the matrices of attention, feed-forwards and experts: one momentum instead of two
+    moments, learning rate and weight decay as AdamW's, which embedding, head, router and norms keep"""
 
     lr: float = 8e-4
     """Peak learning rate"""
@@ -246,6 +247,9 @@ class Optimizer:
 
     beta2: float = 0.95
     """Decay of the second moment"""
+
+    momentum: float = 0.95
+    """With "Muon", decay of its momentum"""
 
     eps: float = 1e-8
     """Added to the root of the second moment"""

@@ -93,7 +93,11 @@ RULES: list[tuple[str, Callable[[float], bool], str]] = [
         "moe.recv_buffer",
     ),
     ("must be greater than 1", lambda value: value > 1, "model.rope_theta"),
-    ("must be at least 0 and less than 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
+    (
+        "must be at least 0 and less than 1",
+        lambda value: 0 <= value < 1,
+        "optimizer.beta1 optimizer.beta2 optimizer.momentum",
+    ),
     ("must lie in 0 .. 1", lambda value: 0 <= value <= 1, "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor"),
     ("must lie in 0 .. 2**63 - 1", lambda value: 0 <= value < 2**63, "debug.seed"),
     ("must be at least -1", lambda value: value >= -1, "checkpoint.load_step"),

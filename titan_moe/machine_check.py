@@ -123,8 +123,9 @@ def needed_bytes(config: Config, world_size: int, machine: Machine) -> float:
 
 
 def least_bytes(config: Config, world_size: int) -> float:
-    """Parameters, gradients and two moments of one process, if they could be cut evenly."""
-    each = 2 * BYTES[config.training.dtype] + 2 * BYTES[moments_dtype(config)]
+    """Parameters, gradients and moments of one process, if they could be cut evenly."""
+    moments = 1 if config.optimizer.name == "Muon" else 2  # of nearly all parameters
+    each = 2 * BYTES[config.training.dtype] + moments * BYTES[moments_dtype(config)]
     return each * parameters.total(model_flavor(config)) / world_size
 
 

@@ -24,6 +24,11 @@ def check(config: Config) -> list[str]:
         ]
     if stored == moments_dtype(config):
         return []
+    if o.name == "Muon":
+        return [
+            f'optimizer.moments_dtype = "bfloat16": optimizer.name = "Muon" keeps its one momentum in training.dtype = '
+            f'"{stored}", 4 bytes beside 4 of parameters, which is what AdamW has with two in bfloat16; leave it out'
+        ]
     return [
         f"optimizer.{name} = {decay}: must be at most 1 - 2**-8 = {1 - LOST} with optimizer.moments_dtype = "
         f'"bfloat16": a step takes 1 - {name} = {1 - decay:.3g} off a moment, and bf16 may lose up to 2**-8 = '

@@ -41,6 +41,7 @@ SEED_ONLY = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 # The schedule must not follow training.steps where runs of different lengths are compared.
 SCHEDULE_100 = "--lr_scheduler.total_steps=100"
 MOMENTS = ["--optimizer.moments_dtype=bfloat16", SCHEDULE_100]
+MUON = ["--optimizer.name=Muon", SCHEDULE_100]
 # Over doubles of Transformer Engine; in bf16, which NCCL EP is limited to and a CPU is slow in.
 TE = [BF16, "--moe.dispatcher=te_ep", "--moe.experts=te", "--training.steps=3", SCHEDULE_100]
 
@@ -70,6 +71,7 @@ SLOW: dict[int, set[str]] = {
         *("cp2_plain_order", "pp2_uneven", "pp2_losses", "pp2_zbv_losses", "te_mxfp8", "emulated_mxfp8"),
         *("fsdp2_ep2_mixtral", "fsdp2_ep2_nvfp4", "tp2_mxfp8", "fsdp2_ep2_alltoall_selective"),
         *("pp2_InterleavedZeroBubble", "pp2_DualPipeV", "pp2_1F1B_offload", "fsdp2_ep2_full_offload"),
+        *("fsdp2_ep2_muon", "tp2_muon"),
     },
     4: {
         *("fsdp4", "fsdp4_ep2_no_bias", "hsdp2x2", "fsdp2_cp2", "hsdp2_tp2", "hsdp2_cp2", "hsdp2_pp2", "pp2_tp2"),
@@ -105,6 +107,7 @@ def cases(world_size: int, out: Path) -> dict[str, Case]:
 def cases_of_1(out: Path) -> dict[str, Case]:
     finished = ["--checkpoint.enable", SCHEDULE_100, f"--job.dump_folder={out / 'extended'}"]
     moments_folder = f"--job.dump_folder={out / 'moments_extended'}"
+    muon_folder = f"--job.dump_folder={out / 'muon_extended'}"
     argvs = {
         "one_rank": [],
         "one_rank_no_bias": [BIAS_OFF],
@@ -128,6 +131,9 @@ def cases_of_1(out: Path) -> dict[str, Case]:
         "moments": MOMENTS,
         "moments_extended": [*MOMENTS, "--training.steps=3", "--checkpoint.enable", moments_folder],
         "moments_extended_again": [*MOMENTS, "--checkpoint.enable", moments_folder],
+        "muon": MUON,
+        "muon_extended": [*MUON, "--training.steps=3", "--checkpoint.enable", muon_folder],
+        "muon_extended_again": [*MUON, "--checkpoint.enable", muon_folder],
         "workers": ["--training.steps=3", "--training.dataloader.num_workers=2"],
         "one_rank_tiled": TILED,
         "one_rank_mxfp8": MXFP8,
@@ -166,6 +172,8 @@ def cases_of_2(out: Path) -> dict[str, Case]:
         "fsdp2_ep2_losses_factor": [EP2, FULL, *LOSSES, "--moe.recv_buffer=1"],
         "fsdp2_whole_batch": ["--training.local_batch_size=4"],
         "fsdp2_ep2_moments": [EP2, *MOMENTS],
+        "fsdp2_ep2_muon": [EP2, *MUON],
+        "tp2_muon": [TP2, *MUON],
         "fsdp2_ep2_parts": [EP2, *PARTS, "--parallelism.fsdp_reshard_after_forward=always"],
         "fsdp2_ep2_compiled": [EP2, *COMPILED],
         "tp2": [TP2],

@@ -27,6 +27,8 @@ COMPARED = [
     (2, "fsdp2_ep2_alltoall_redispatch", "one_rank"),
     (2, "fsdp2_ep2_losses", "one_rank_losses"),
     (2, "fsdp2_ep2_moments", "moments"),
+    (2, "fsdp2_ep2_muon", "muon"),
+    (2, "tp2_muon", "muon"),
     (4, "ep4_alltoall", "one_rank"),
     (4, "ep4_nodes_full", "one_rank"),
     (4, "ep4_chunks_full", "one_rank"),

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,18 @@ def test_moments_in_bf16_are_resumed_bit_for_bit(outcome):
     saved = FileSystemReader(extended.folder / "checkpoint" / "step-5").read_metadata().state_dict_metadata
     moments = {key: entry for key, entry in saved.items() if key.endswith((".exp_avg", ".exp_avg_sq"))}
     assert len(moments) > 50 and {entry.properties.dtype for entry in moments.values()} == {torch.bfloat16}
+
+
+def test_muon_is_resumed_bit_for_bit_and_learns(outcome):
+    """3 steps, end, 2 more, from a checkpoint that has one momentum of each matrix under torchtitan's names."""
+    extended, plain = outcome(1, "muon_extended"), outcome(1, "muon")
+    assert extended.losses == plain.losses and plain.losses[-1] < plain.losses[0] - 0.1
+    assert [record["attempt"] for record in extended.metrics.values()] == [1, 1, 1, 2, 2]
+    saved = FileSystemReader(extended.folder / "checkpoint" / "step-5").read_metadata().state_dict_metadata
+    kinds = Counter(key.rpartition(".")[2] for key in saved if key.startswith("optimizer.state."))
+    # Of three layers: five matrices of attention, three of a feed-forward or six of an MoE; all norms, two routers.
+    assert kinds["momentum_buffer"] == 3 * 5 + 3 + 2 * 6 and kinds["exp_avg"] == kinds["exp_avg_sq"] == 13 + 2 + 2
+    assert "optimizer.state.layers.1.moe.routed_experts.inner_experts.w3_EFD.momentum_buffer" in saved
 
 
 def test_data_workers_change_nothing(outcome):

@@ -68,7 +68,7 @@ def measure(arguments: list[str]) -> dict[str, float]:
     states = [s for o in run.optimizers for s in o.state.values()]
     found = {
         "parameters": local_bytes(model.parameters()),
-        "moments": local_bytes(state[name] for state in states for name in ("exp_avg", "exp_avg_sq")),
+        "moments": local_bytes(value for state in states for name, value in state.items() if name != "step"),
     }
     batch = train.to_device(next(batches), run.device)
     loss_fn, storages = run.loss_fn, Storages()

@@ -271,6 +271,7 @@ CASES = {
         *("--activation_checkpoint.mode=none", "--parallelism.expert_parallel_degree=2"),
         f"--activation_offload.tensors={','.join(OFFLOADABLE)}",
     ],
+    "ep_muon": ["--activation_checkpoint.mode=none", "--parallelism.expert_parallel_degree=2", "--optimizer.name=Muon"],
     "ep_full": ["--activation_checkpoint.mode=full", "--parallelism.expert_parallel_degree=2"],
 }
 

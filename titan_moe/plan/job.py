@@ -115,6 +115,8 @@ class Job:
     param_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    muon: bool = False
+    """Matrices of layers have one momentum, and updates made of whole matrices"""
     loss_chunks: int = 1
     notes: tuple[str, ...] = ()
     """What the source left open, and what was assumed"""
@@ -260,5 +262,6 @@ def _from_config(config: Config, gpus: int, hardware: Hardware) -> Job:
         param_dtype=config.training.dtype,
         grad_dtype=config.training.dtype,
         moment_dtype=moments_dtype(config),
+        muon=config.optimizer.name == "Muon",
         loss_chunks=config.loss.num_chunks,
     )

@@ -11,7 +11,8 @@ States, with P parameters of which a rank stores P/s:
 
 - Megatron's distributed optimizer ("zero1"): BF16 weights and FP32 gradients of all P, FP32 master weights and moments
   of P/s: 6 + 12/s bytes. With FP8 weights their row- and column-wise copies take the place of the BF16 ones.
-- FSDP2 ("fsdp"): parameters, gradients and two moments of P/s in the stored dtype (4 + 4 + 8 in FP32), and while a
+- FSDP2 ("fsdp"): parameters, gradients and two moments of P/s in the stored dtype (4 + 4 + 8 in FP32; with Muon, of
+  the layers' matrices, 4 + 4 + 4), and while a
   layer computes, gathered BF16 copies of it and of the next one, the all-gather's buffer, its gradients in BF16 and the
   FP32 input of their reduction. Pipelines do not free gathered parameters. With more than one microbatch the gradients
   of *all* layers are kept unsharded in FP32 until the last one, often the largest item, unless each is reduced.
@@ -185,6 +186,7 @@ def states(job: Job, rank: int) -> list[Entry]:
     whole = sum(layers) + sum(ends)
     stored = (layers.dense + ends.dense) / shards.dense + (layers.experts + ends.experts) / shards.experts
     moments, gradient = 2 * BYTES[job.moment_dtype], BYTES[job.grad_dtype]
+    saved = BYTES[job.moment_dtype] * _of_muon(job, stages) if job.muon else 0.0
     if job.sharding == "zero1":
         weight = 2 if job.precision == "bf16" else FP8_WEIGHT_BYTES
         return [
@@ -196,8 +198,17 @@ def states(job: Job, rank: int) -> list[Entry]:
     return [
         Entry("parameters", "parameters, sharded", BYTES[job.param_dtype] * stored),
         Entry("gradients", "gradients, sharded", gradient * stored),
-        Entry("optimizer", "moments, sharded", moments * stored),
+        Entry("optimizer", "moments, sharded", moments * stored - saved),
     ]
+
+
+def _of_muon(job: Job, stages: list[Stage]) -> float:
+    """Parameters of a rank's shard that have one momentum: matrices of layers but the router's."""
+    layers, shards, others = _rank_weights(job, stages)[0], _shards(job), 0.0
+    for kind, number in _layers(stages).items():
+        parts = of_layer(job.model, kind)
+        others += number * (parts["norms"] + parts.get("router", 0))  # which no tensor parallelism cuts
+    return (layers.dense - others) / shards.dense + layers.experts / shards.experts
 
 
 def _summed_gradients(job: Job, stages: list[Stage]) -> Entry:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from titan_moe.flavors import Flavor
-from titan_moe.plan import bands, collectives, flops, kernels, overlap, profiles, schedule, traffic
+from titan_moe.plan import bands, collectives, flops, kernels, muon, overlap, profiles, schedule, traffic
 from titan_moe.plan import constants as constants_file
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
@@ -250,7 +250,8 @@ def optimizer_seconds(job: Job, c: Constants) -> float:
     shard = dense / (job.dp * job.cp) + experts / job.edp
     clear_and_norm = 8.0 * (dense + experts) if job.sharding == "zero1" else 8.0 * shard
     each = OPTIMIZER_BYTES + WIDENING_BYTES * (job.moment_dtype != job.param_dtype and job.sharding == "fsdp")
-    return (each * shard + clear_and_norm) / kernels.hbm_bytes_per_s(job.hardware, c)
+    found = (each * shard + clear_and_norm) / kernels.hbm_bytes_per_s(job.hardware, c)
+    return found + (muon.seconds(job, c) if job.muon else 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
