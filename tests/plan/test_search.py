@@ -13,10 +13,12 @@ import pytest
 from titan_moe import config_file
 from titan_moe.config import Config
 from titan_moe.plan import activations, bounds, constants, hardware, overlap, profiles, search, winner
+from titan_moe.plan.__main__ import main
 from titan_moe.plan.job import Job
 from titan_moe.plan.search import Node
 from titan_moe.plan.space import ConfigSpace
 from titan_moe.plan.stages import from_counts
+from titan_moe.plan.step import tokens_per_s
 
 REPO = Path(__file__).parents[2]
 CONFIGS = REPO / "train_configs"
@@ -78,15 +80,14 @@ def test_what_needs_least_is_found_too(small: Path, everything: list[Node]) -> N
     assert search.search(ConfigSpace(load(small), least.memory - 1), least.memory - 1).front == []
 
 
-@pytest.mark.parametrize("also", ["", "precision,libraries"])
-def test_no_job_is_better_than_the_bounds_above_it(also: str) -> None:
+def test_no_job_is_better_than_the_bounds_above_it() -> None:
     """Down random paths through a space with all that the small one lacks: latent attention, shared experts, pipelines,
     recompute and offloading of them."""
-    overrides = [f"--plan.search_also={also}", "--plan.hardware=B200", "--plan.gpus=4"]
-    overrides += ["--training.global_batch_size=16", "--training.local_batch_size=1"]
+    overrides = ["--plan.search_also=precision,libraries", "--plan.hardware=B200", "--plan.gpus=4"]
+    overrides += ["--training.global_batch_size=8", "--training.local_batch_size=1"]
     overrides += ["--precision.recipe=mxfp8", "--precision.keep_high_precision_layers=first 1, last 2"]
     space = ConfigSpace(load(CONFIGS / "deepseek_v3_16b.toml", *overrides), float("inf"))
-    draw = random.Random(len(also))
+    draw = random.Random(0)
     roots = draw.sample(list(space.roots()), 5)
     reached = 0
     for root in roots:
@@ -200,12 +201,11 @@ def test_nothing_fits(small: Path, tmp_path: Path) -> None:
         (["--plan.gpus=none"], "plan.gpus: is not set"),
         (["--plan.search_also=speed"], "plan.search_also[0] = 'speed': choose from 'precision', 'libraries'"),
         (["--plan.toml=small.toml"], 'plan.toml = "small.toml": is the file that is searched for; name another'),
-        (["--plan.toml=/dev/null/best.toml"], 'plan.toml = "/dev/null/best.toml": Not a directory'),
+        (["--plan.toml=/tmp"], 'plan.toml = "/tmp": /tmp is a folder; name a file'),
+        (["--plan.toml=/dev/null/best.toml"], 'plan.toml = "/dev/null/best.toml": /dev/null is no folder; name a file'),
     ],
 )
 def test_refusals(small: Path, monkeypatch: pytest.MonkeyPatch, capsys, overrides: list[str], expected: str) -> None:
-    from titan_moe.plan.__main__ import main
-
     monkeypatch.chdir(small.parent)
     assert main(["small.toml", "--plan.search", *overrides]) == 2
     out, err = capsys.readouterr()
@@ -242,9 +242,7 @@ def test_bounds_of_a_whole_job_are_near_it() -> None:
     config = load(CONFIGS / "qwen3_30b_a3b.toml", "--activation_checkpoint.mode=none")
     job = Job.from_config(config, 16, hardware.resolve("H100"))
     software, c = profiles.of_release("titan")[0], constants.fitted()
-    from titan_moe.plan.step import tokens_per_s
-
     rate = tokens_per_s(job, software, c)
-    assert rate <= bounds.mesh(job, software, c) < 1.02 * rate
+    assert rate * (1 - 1e-9) <= bounds.mesh(job, software, c) < 1.02 * rate
     assert bounds.mesh(job, software, c) <= bounds.layers(job, software, c) <= bounds.compute(job, software, c)
     assert bounds.compute(job, software, c) < 1.3 * rate

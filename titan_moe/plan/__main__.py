@@ -80,6 +80,8 @@ def _diff(config: Config, path: str, overrides: list[tuple[str, str | None]]) ->
 def _search(config: Config, path: str) -> str:
     from titan_moe.plan import winner, winner_toml
 
+    if config.plan.toml and (why := winner_toml.refusal(path, config.plan.toml)):
+        raise ConfigError(path, [why])  # before, not after the search
     searched, toml = winner.run(config, path), ""
     if searched.best is not None:
         if config.plan.toml:

@@ -141,10 +141,10 @@ def fixed_memory(job: Job) -> list[Fixed]:
 
 def _fixed(job: Job, rank: int) -> Fixed:
     outside = inside = 0.0
-    for entry in memory.entries_of_rank(job, rank):
+    for entry in memory.entries_of_rank(job, rank, keeps=False):
         if entry.group == memory.OUTSIDE:
             outside += entry.size
-        elif entry.group != "activations":
+        elif job.microbatches > 1 or entry.group != "gradients":  # else they may take the place of activations
             inside += entry.size
     return Fixed(rank, outside, inside)
 

@@ -317,7 +317,7 @@ class ConfigSpace:
             if job.schedule not in ("1F1B", "Interleaved1F1B"):
                 reshard = ("default",)
             for early, freed in product(reduce, reshard):
-                yield from self._mesh(node, choice | dict(zip(FSDP, (early, freed))), job)
+                yield from self._mesh(node, choice | dict(zip(FSDP, (early, freed))), job, worth)
 
     def _ranks(self, pp: int, schedule: str, layers: tuple[int, ...]) -> list[list[stage_layout.Stage]]:
         """The stages of each pipeline rank; none if there are more stages than layers."""
@@ -331,13 +331,15 @@ class ConfigSpace:
         layout = PipelineLayout(schedule=schedule, pp=pp, layers=tuple(counts), flops=())
         return [[stages[i] for i in layout.stages_of(rank)] for rank in range(pp)]
 
-    def _mesh(self, node: Node, choice: Choice, job: Job) -> Iterator[Node]:
+    def _mesh(self, node: Node, choice: Choice, job: Job, worth: Worth) -> Iterator[Node]:
         job = _saved(job, choice)
+        rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
+        if not worth(rate, 0.0):
+            return
         fixed = bounds.fixed_memory(job)
         least = replace(job, recompute_mode="full", offload=frozenset(OFFLOADED_LAST), redispatch=True)
         needs = bounds.least_memory(least, fixed)
         if needs <= self.limit:
-            rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
             yield Node(level=2, job=job, choice=choice, rate=rate, memory=needs, fixed=fixed)
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -38,12 +38,21 @@ def text(searched: Searched, file: str, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def refusal(file: str, to: str) -> str | None:
+    """Why the winner for `file` cannot be written to the file `to`, as far as it can be told before there is one."""
+    path, start = Path(to), f"plan.toml = {literal(to)}: "
+    if os.path.exists(path) and os.path.samefile(path, file):
+        return f"{start}is the file that is searched for; name another"
+    there = next(folder for folder in path.absolute().parents if os.path.exists(folder))
+    if path.is_dir() or not there.is_dir():
+        return f"{start}{f'{path} is a folder' if path.is_dir() else f'{there} is no folder'}; name a file"
+    return None if os.access(there, os.W_OK) else f"{start}nothing may be written to {there}"
+
+
 def write(searched: Searched, file: str, to: str) -> str:
     """Write the winner to the file `to`; its text. It is complete or not there. Raises ConfigError if it cannot be
-    written, or would take the place of what it is based on."""
+    written."""
     path = Path(to)
-    if path.exists() and os.path.samefile(path, file):
-        raise ConfigError(file, [f"plan.toml = {literal(to)}: is the file that is searched for; name another"])
     found = text(searched, file, path.parent) or f"base = {literal(os.path.relpath(file, path.parent))}\n"
     part = path.with_name(f".{path.name}.{os.getpid()}.toml")
     try:
@@ -53,7 +62,7 @@ def write(searched: Searched, file: str, to: str) -> str:
         assert searched.config is not None
         assert not loaded.problems and not diff.settings(loaded.config, searched.config), "the file means another run"
         os.replace(part, path)
-    except OSError as error:
+    except OSError as error:  # as of a disk that is full
         raise ConfigError(file, [f"plan.toml = {literal(to)}: {error.strerror or error}"]) from error
     finally:
         part.unlink(missing_ok=True)
