@@ -20,7 +20,7 @@ from titan_moe.plan.published_space import Compared  # noqa: E402
 
 PAGE = ROOT / "docs" / "planner_search.md"
 HARDWARE = ("H800", "GB200", "GB300")
-EXAMPLE = "train_configs/deepseek_v3_16b.toml"
+EXAMPLE = "train_configs/deepseek_v3_671b.toml"
 WORTH_A_TABLE = 0.05
 
 
