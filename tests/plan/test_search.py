@@ -83,7 +83,7 @@ def test_what_needs_least_is_found_too(small: Path, everything: list[Node]) -> N
 def test_no_job_is_better_than_the_bounds_above_it() -> None:
     """Down random paths through a space with all that the small one lacks: latent attention, shared experts, pipelines,
     recompute and offloading of them."""
-    overrides = ["--plan.search_also=precision,libraries", "--plan.hardware=B200", "--plan.gpus=4"]
+    overrides = ["--plan.search", "--plan.search_also=precision,libraries", "--plan.hardware=B200", "--plan.gpus=4"]
     overrides += ["--training.global_batch_size=8", "--training.local_batch_size=1"]
     overrides += ["--precision.recipe=mxfp8", "--precision.keep_high_precision_layers=first 1, last 2"]
     space = ConfigSpace(load(CONFIGS / "deepseek_v3_16b.toml", *overrides), float("inf"))
@@ -185,7 +185,7 @@ def test_nothing_fits(small: Path, tmp_path: Path) -> None:
     described = 'name = "TINY"\narchitecture = "hopper"\nbf16_tflops = 100\nhbm_gb = 3\nhbm_tb_s = 1\n'
     (tmp_path / "tiny.toml").write_text(described + "nvlink_gb_s = 100\nnvlink_domain = 8\nnic_gb_s = 10\n")
     to = tmp_path / "best.toml"
-    config = load(small, f"--plan.hardware={tmp_path / 'tiny.toml'}", f"--plan.toml={to}")
+    config = load(small, "--plan.search", f"--plan.hardware={tmp_path / 'tiny.toml'}", f"--plan.toml={to}")
     searched = winner.run(config, "small.toml")
     text = winner.to_text(searched, "small.toml", "")
     near = searched.found.nearest

@@ -10,6 +10,7 @@ no torch.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from typing import Any
 
 from titan_moe.plan import bounds, memory, profiles, search, step, traffic
 from titan_moe.plan import constants as constants_file
@@ -94,7 +95,9 @@ class PublishedSpace:
             there.remove("shared_expert")
         if not node.job.model.n_dense_layers:
             there.remove("mlp")
-        choices = [("none", some) for n in range(len(there) + 1) for some in combinations(there, n)] + [("full", ())]
+        choices: list[tuple[Any, tuple[str, ...]]] = [
+            ("none", some) for n in range(len(there) + 1) for some in combinations(there, n)
+        ] + [("full", ())]
         for mode, some in choices:
             job = replace(node.job, recompute_mode=mode, recompute=frozenset(some))
             needs = max(node.memory, bounds.least_memory(job, node.fixed))

@@ -193,7 +193,7 @@ class ConfigSpace:
     def _with_route(self, job: Job, route: Choice) -> Job:
         """For a bound, whether or not they go together."""
         named = route["moe.dispatcher"]
-        kind = self._auto(job.ep) if named == "auto" else named
+        kind: Any = self._auto(job.ep) if named == "auto" else named
         return replace(job, dispatcher=kind, fused_grouped_mlp=route["moe.experts"] == "te_fused")
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -364,13 +364,16 @@ class ConfigSpace:
     def _mesh_children(self, node: Node) -> Iterator[Node]:
         for saving in self._savings_of(node):
             choice = node.choice | saving.part
-            job: Job | None = _saved(node.job, choice)
+            job = _saved(node.job, choice)
             least = replace(job, offload=frozenset(name for names in saving.tensors for name in names))
             needs = max(node.memory, bounds.least_memory(least, node.fixed))
-            if needs <= self.limit and job.recompute_mode == "full" and job.pp > 1:  # which weighs layers otherwise
-                job = self.job(choice)
-            if needs > self.limit or job is None:
+            if needs > self.limit:
                 continue
+            if job.recompute_mode == "full" and job.pp > 1:  # which weighs layers otherwise
+                rebuilt = self.job(choice)
+                if rebuilt is None:
+                    continue
+                job = rebuilt
             rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
             yield Node(
                 level=3, job=job, choice=choice, rate=rate, memory=needs, fixed=node.fixed, tensors=saving.tensors
