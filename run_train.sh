@@ -3,6 +3,8 @@
 #        CONFIG_FILE=CONFIG.toml ./run_train.sh [--section.key=value ...]
 #        ./run_train.sh CONFIG.toml [--section.key=value ...] --print_config    prints the resolved configuration
 #        ./run_train.sh CONFIG.toml --plan [--plan.hardware=GB300 --plan.gpus=256 --plan.json --plan.png=FOLDER ...]
+#        ./run_train.sh CONFIG.toml --plan.search [--plan.toml=BEST.toml]    the fastest layout for the GPUs of [plan]
+#        ./run_train.sh CONFIG.toml --plan.diff=OTHER.toml    what in time and memory differs from that configuration
 #        ./run_train.sh --doctor [CONFIG.toml] [--section.key=value ...]    checks this node, or all nodes of a job
 #        ./run_train.sh CONFIG.toml --comm.mode=fake_backend    a dry run: bytes and collectives of a rank, without GPUs
 #        ./run_train.sh --help [SECTION or SECTION.KEY]    prints this and all keys, or those of one section in full
@@ -84,13 +86,13 @@ if [[ $# -gt 0 && $1 != -* ]]; then
 else
     config=${CONFIG_FILE:-}
 fi
-if [[ -z $config && " $*" == *" --job.config_file"* ]]; then # as torchtitan users write it
+if [[ -z $config && " $*" =~ \ --(job.config_file|plan.diff) ]]; then # as torchtitan users write it; two to compare
     config=$1
     shift
 fi
 [[ -n $config || (-n $doctor && -z $prints && " $* " != *" --plan"*) ]] || die "$(usage)"
 
-if [[ " $* " =~ \ --plan(\.json|\.png)?[\ =] ]]; then # a prediction: no processes, no run folder
+if [[ " $config $* " =~ \ --plan(\.json|\.png|\.search|\.diff)?[\ =] ]]; then # a prediction: no processes, no run folder
     python=${PYTHON:-$root/.venv/bin/python} # any Python that is new enough will do: nothing is set up for it
     command -v "$python" >/dev/null || python=python3
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "--plan needs Python >= 3.11 (PYTHON=...)"

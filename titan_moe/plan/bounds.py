@@ -15,7 +15,7 @@ Recompute and offloading only add time, and only take memory away, so a job is b
 all of both for memory. Imports no torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,9 +24,12 @@ from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
 from titan_moe.plan.parameters import Kind
 from titan_moe.plan.profiles import Software
+from titan_moe.plan.stages import Stage
+
 
 def compute(job: Job, software: Software, c: Constants) -> float:
     """Tokens per second and GPU, before it is decided how tokens reach their experts."""
+
     def pair(bare: Job, kind: Kind) -> float:
         bare = replace(bare, overlap="none")
         alone = overlap.alone_of(bare, kind, software, c)
@@ -44,14 +47,44 @@ def layers(job: Job, software: Software, c: Constants) -> float:
     return _rate(job, _layers(job, lambda bare, kind: overlap.layer_time(bare, kind, software, c).pair), c)
 
 
+def layer_seconds(job: Job, software: Software, c: Constants) -> dict[Kind, float]:
+    """By kind: one layer's forward and backward of one microbatch, as in `layers`."""
+    pair = {}
+    for kind in step.KINDS:
+        if _number(job, kind):
+            pair[kind] = min(overlap.layer_time(bare, kind, software, c).pair for bare in _bare(job))
+    return pair
+
+
+def pipelined(job: Job, times: Mapping[Kind, float], ranks: Sequence[Sequence[Stage]], c: Constants) -> float:
+    """Tokens per second and GPU with these stages on the pipeline's ranks, before anything else of the mesh is decided.
+    `times`: `layer_seconds`."""
+    ends = step.embedding_time(job, c).pair, (1 + job.num_mtp_layers) * step.head_time(job, c).pair
+    slowest = max(
+        sum(
+            sum(getattr(stage, kind) * seconds for kind, seconds in times.items())
+            + stage.embedding * ends[0]
+            + stage.head * ends[1]
+            for stage in stages
+        )
+        for stages in ranks
+    )
+    ranks_of_data = job.gpus // (job.tp * job.cp * len(ranks))
+    microbatches = job.global_batch_size / (job.micro_batch_size * ranks_of_data)
+    return job.tokens_per_step / (microbatches * slowest * (1 + step.stragglers(job))) / job.gpus
+
+
 def _layers(job: Job, pair: Callable[[Job, Kind], float]) -> float:
-    """Seconds of one microbatch in all layers, when nothing of FSDP shows (what `collectives.beside` then leaves are TP
-    and CP) and nothing is offloaded."""
-    bare = [replace(job, sharding="zero1", offload=frozenset())]
-    if job.kept_layers:  # a layer is in either precision, of which the lower need not be the faster
-        bare.append(replace(bare[0], precision="bf16", kept_layers=frozenset()))
+    """Seconds of one microbatch in all layers."""
     numbers = {kind: n for kind in step.KINDS if (n := _number(job, kind))}
-    return sum(n * min(pair(each, kind) for each in bare) for kind, n in numbers.items())
+    return sum(n * min(pair(each, kind) for each in _bare(job)) for kind, n in numbers.items())
+
+
+def _bare(job: Job) -> list[Job]:
+    """The job when nothing of FSDP shows (what `collectives.beside` then leaves are TP and CP) and nothing is
+    offloaded. With layers that are kept in BF16, in either precision, of which the lower need not be the faster."""
+    bare = replace(job, sharding="zero1", offload=frozenset())
+    return [bare, replace(bare, precision="bf16", kept_layers=frozenset())] if job.kept_layers else [bare]
 
 
 def _rate(job: Job, in_layers: float, c: Constants) -> float:
@@ -108,10 +141,10 @@ def fixed_memory(job: Job) -> list[Fixed]:
 
 def _fixed(job: Job, rank: int) -> Fixed:
     outside = inside = 0.0
-    for entry in memory.entries_of_rank(job, rank):
+    for entry in memory.entries_of_rank(job, rank, keeps=False):
         if entry.group == memory.OUTSIDE:
             outside += entry.size
-        elif entry.group != "activations":
+        elif job.microbatches > 1 or entry.group != "gradients":  # else they may take the place of activations
             inside += entry.size
     return Fixed(rank, outside, inside)
 
@@ -119,9 +152,7 @@ def _fixed(job: Job, rank: int) -> Fixed:
 def least_memory(job: Job, fixed: list[Fixed]) -> float:
     """Bytes that `job` needs at least, with its recompute and offloading, beside what is fixed: what its layers keep of
     the microbatches in flight."""
-    return max(
-        of.outside + (of.inside + _kept_by_rank(job, of.rank)) * (1 + memory.ALLOCATOR_MARGIN) for of in fixed
-    )
+    return max(of.outside + (of.inside + _kept_by_rank(job, of.rank)) * (1 + memory.ALLOCATOR_MARGIN) for of in fixed)
 
 
 def _kept_by_rank(job: Job, rank: int) -> float:

@@ -30,10 +30,25 @@ def plan_problems(config: Config) -> list[str]:
         )
     if min(plan.scale, default=1) < 1:
         found.append(f"plan.scale = {literal(plan.scale)}: must be numbers of GPUs, at least 1")
+    found += _questions(config)
     if plan.gpus is None:
         found.append("plan.gpus: is not set; give the number of GPUs of the whole job, as in --plan.gpus=256")
         return found
     return found + check(config, plan.gpus)
+
+
+def _questions(config: Config) -> list[str]:
+    """Whether one thing is asked at a time: a search and a comparison are of the tables' predictions on plan.gpus."""
+    plan = config.plan
+    asked = {"plan.search": plan.search, "plan.diff": bool(plan.diff)}
+    chosen = [key for key, is_asked in asked.items() if is_asked]
+    others = {"plan.calibrate": plan.calibrate, "plan.scale": plan.scale, "plan.png": plan.png}
+    beside = chosen[1:] + [key for key, value in others.items() if value]
+    if chosen and beside:
+        return [f"{chosen[0]}: answers without {' and '.join(beside)}; leave {'them' if beside[1:] else 'it'} out"]
+    needs = {"plan.search_also": plan.search_also, "plan.toml": plan.toml}
+    given = [] if plan.search else [key for key, value in needs.items() if value]
+    return [f"{key}: is for a search; set plan.search, or leave it out" for key in given]
 
 
 def _rates(config: Config) -> list[str]:

@@ -108,12 +108,12 @@ def predict_memory(job: Job, kernels: Kernels = GPU) -> Memory:
     )
 
 
-def entries_of_rank(job: Job, rank: int, kernels: Kernels = GPU) -> list[Entry]:
-    """What pipeline rank `rank` holds at its worst moment."""
+def entries_of_rank(job: Job, rank: int, kernels: Kernels = GPU, *, keeps: bool = True) -> list[Entry]:
+    """What pipeline rank `rank` holds at its worst moment; without `keeps`, all but activations."""
     stages = job.stages_of_rank(rank)
     found = [*states(job, rank), *_buffers(job, stages), *_received(job, rank)]
     found += _largest(_working_sets(job, stages, kernels))
-    kept = activations_held(job, rank, kernels)
+    kept = activations_held(job, rank, kernels) if keeps else []
     if job.sharding == "zero1":
         return [*found, *kept]
     if job.microbatches > 1 and job.reduce_every_microbatch:

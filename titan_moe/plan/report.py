@@ -44,17 +44,22 @@ class Plan:
 def make(config: Config, name: str, corrections: Corrections | None = None) -> Plan:
     """Plan the run of `config`, which errors call `name`, with the speed as it is after `corrections`; advice is left
     as the tables have it. Raises ConfigError with all problems."""
-    if problems := plan_problems(config):
-        raise ConfigError(name, problems)
-    assert config.plan.gpus is not None
-    try:
-        job = Job.from_config(config, config.plan.gpus, hardware.resolve(config.plan.hardware))
-    except ValueError as error:  # a layout that training does not check yet
-        raise ConfigError(name, [str(error)]) from error
+    job = job_of(config, name)
     plan, corrected = of_job(job), corrections.apply if corrections else lambda job, speed: speed
     if corrections is not None:
         plan = replace(plan, speed=corrections.apply(job, plan.speed), calibrated=corrections.told)
     return replace(plan, scaling=tuple(scaling.scale(config, corrected))) if config.plan.scale else plan
+
+
+def job_of(config: Config, name: str) -> Job:
+    """The run of `config`. Raises ConfigError with all problems."""
+    if problems := plan_problems(config):
+        raise ConfigError(name, problems)
+    assert config.plan.gpus is not None
+    try:
+        return Job.from_config(config, config.plan.gpus, hardware.resolve(config.plan.hardware))
+    except ValueError as error:  # a layout that training does not check yet
+        raise ConfigError(name, [str(error)]) from error
 
 
 def of_job(job: Job) -> Plan:

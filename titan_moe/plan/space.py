@@ -18,7 +18,7 @@ here. Imports no torch.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, product
@@ -28,17 +28,21 @@ from titan_moe import mesh_check
 from titan_moe.config import Config
 from titan_moe.config_check import check, model_flavor
 from titan_moe.config_keys import LEAVES
-from titan_moe.pipeline_layout import ONE_STAGE, V_SHAPED, balanced_layers
+from titan_moe.pipeline_layout import ONE_STAGE, V_SHAPED, PipelineLayout, balanced_layers, default_stages
 from titan_moe.plan import bounds, memory, profiles, step, traffic
 from titan_moe.plan import constants as constants_file
+from titan_moe.plan import stages as stage_layout
 from titan_moe.plan.bounds import Fixed
 from titan_moe.plan.check import plan_problems
-from titan_moe.plan.hardware import Hardware, resolve
+from titan_moe.plan.hardware import resolve
 from titan_moe.plan.job import Job
 from titan_moe.precision.recipes import RECIPES
 
 Choice = dict[str, Any]
 """Values of keys"""
+Worth = Callable[[float, float], bool]
+"""Whether a node may be useful that reaches at most so many tokens per second and GPU, and needs at least so many
+bytes"""
 LARGEST_MICROBATCH = 16
 """Sequences"""
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
@@ -56,6 +60,7 @@ OFFLOADED_LAST = ("layer_input", "moe_expert_input")
 LIBRARIES = ("te_ep", "deepep", "hybridep")
 
 P = "parallelism."
+PP = P + "pipeline_parallel_degree"
 FSDP = (P + "fsdp_reduce_every_microbatch", P + "fsdp_reshard_after_forward")
 LEVELS = ("shape", "route", "mesh", "recompute", "offload", "exact")
 
@@ -90,7 +95,9 @@ class Space(Protocol):
 
     def roots(self) -> Iterator[Node]: ...
 
-    def children(self, node: Node) -> Iterator[Node]: ...
+    def children(self, node: Node, worth: Worth) -> Iterator[Node]:
+        """The next level below a node; what is not `worth` it may be left out."""
+        ...
 
     def allowed(self, node: Node) -> bool:
         """Whether a node of the last level can be had; asked of few of them."""
@@ -186,7 +193,7 @@ class ConfigSpace:
     def _with_route(self, job: Job, route: Choice) -> Job:
         """For a bound, whether or not they go together."""
         named = route["moe.dispatcher"]
-        kind = self._auto(job.ep) if named == "auto" else named
+        kind: Any = self._auto(job.ep) if named == "auto" else named
         return replace(job, dispatcher=kind, fused_grouped_mlp=route["moe.experts"] == "te_fused")
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -288,8 +295,20 @@ class ConfigSpace:
             **dict(zip(FSDP, (False, "never" if mesh[P + "pipeline_parallel_degree"] == 1 else "default"))),
         }
 
-    def _route_children(self, node: Node) -> Iterator[Node]:
+    def _route_children(self, node: Node, worth: Worth) -> Iterator[Node]:
+        times = bounds.layer_seconds(node.job, self.software, self.constants)
+        rates: dict[tuple, float] = {}
         for mesh in self._meshes(node.choice, node.choice["size"]):
+            pipeline = (
+                mesh[PP],
+                mesh[P + "pipeline_parallel_schedule"],
+                *mesh[P + "pipeline_parallel_layers_per_stage"],
+            )
+            if pipeline not in rates:
+                held = self._ranks(*pipeline[:2], pipeline[2:])
+                rates[pipeline] = bounds.pipelined(node.job, times, held, self.constants) if held else node.rate
+            if not worth(min(node.rate, rates[pipeline]), 0.0):
+                continue
             choice = _keys(node.choice) | mesh | self._fastest(mesh)
             if (job := self.job(choice)) is None:
                 continue
@@ -298,15 +317,29 @@ class ConfigSpace:
             if job.schedule not in ("1F1B", "Interleaved1F1B"):
                 reshard = ("default",)
             for early, freed in product(reduce, reshard):
-                yield from self._mesh(node, choice | dict(zip(FSDP, (early, freed))), job)
+                yield from self._mesh(node, choice | dict(zip(FSDP, (early, freed))), job, worth)
 
-    def _mesh(self, node: Node, choice: Choice, job: Job) -> Iterator[Node]:
+    def _ranks(self, pp: int, schedule: str, layers: tuple[int, ...]) -> list[list[stage_layout.Stage]]:
+        """The stages of each pipeline rank; none if there are more stages than layers."""
+        counts = layers or (self.model.n_layers,)
+        if pp > 1 and not layers:
+            number = default_stages(schedule, pp)
+            if number > self.model.n_layers:
+                return []
+            counts = balanced_layers(self.model, number, self.config.training.seq_len)
+        stages = stage_layout.from_counts([*counts], self.model.n_dense_layers, self.model.num_mtp_layers)
+        layout = PipelineLayout(schedule=schedule, pp=pp, layers=tuple(counts), flops=())
+        return [[stages[i] for i in layout.stages_of(rank)] for rank in range(pp)]
+
+    def _mesh(self, node: Node, choice: Choice, job: Job, worth: Worth) -> Iterator[Node]:
         job = _saved(job, choice)
+        rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
+        if not worth(rate, 0.0):
+            return
         fixed = bounds.fixed_memory(job)
         least = replace(job, recompute_mode="full", offload=frozenset(OFFLOADED_LAST), redispatch=True)
         needs = bounds.least_memory(least, fixed)
         if needs <= self.limit:
-            rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
             yield Node(level=2, job=job, choice=choice, rate=rate, memory=needs, fixed=fixed)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -331,13 +364,16 @@ class ConfigSpace:
     def _mesh_children(self, node: Node) -> Iterator[Node]:
         for saving in self._savings_of(node):
             choice = node.choice | saving.part
-            job: Job | None = _saved(node.job, choice)
+            job = _saved(node.job, choice)
             least = replace(job, offload=frozenset(name for names in saving.tensors for name in names))
             needs = max(node.memory, bounds.least_memory(least, node.fixed))
-            if needs <= self.limit and job.recompute_mode == "full" and job.pp > 1:  # which weighs layers otherwise
-                job = self.job(choice)
-            if needs > self.limit or job is None:
+            if needs > self.limit:
                 continue
+            if job.recompute_mode == "full" and job.pp > 1:  # which weighs layers otherwise
+                rebuilt = self.job(choice)
+                if rebuilt is None:
+                    continue
+                job = rebuilt
             rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
             yield Node(
                 level=3, job=job, choice=choice, rate=rate, memory=needs, fixed=node.fixed, tensors=saving.tensors
@@ -358,15 +394,13 @@ class ConfigSpace:
             rate = step.tokens_per_s(node.job, self.software, self.constants)
             yield replace(node, level=5, rate=rate, memory=needs)
 
-    def children(self, node: Node) -> Iterator[Node]:
-        below = (
-            self._shape_children,
-            self._route_children,
-            self._mesh_children,
-            self._recompute_children,
-            self._offload_children,
-        )
-        return below[node.level](node)
+    def children(self, node: Node, worth: Worth) -> Iterator[Node]:
+        if node.level == 1:
+            return self._route_children(node, worth)
+        below = (self._shape_children, None, self._mesh_children, self._recompute_children, self._offload_children)
+        make = below[node.level]
+        assert make is not None
+        return make(node)
 
     def allowed(self, node: Node) -> bool:
         config = changed(self.config, node.choice)
