@@ -24,7 +24,7 @@ PARTS: dict[str, tuple[tuple[str, ...], str]] = {
         "from run_train.sh to processes; the run's folder; the start-up report; ranks and NVLink domains",
     ),
     "runtime.py": (
-        ("runtime.py", "random_state.py", "torch_helpers.py", "whole_file.py"),
+        ("runtime.py", "device_memory.py", "random_state.py", "torch_helpers.py", "whole_file.py"),
         "device, process group, meshes, seeds: what knows a CPU from a GPU",
     ),
     "model": (
