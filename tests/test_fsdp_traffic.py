@@ -1,6 +1,7 @@
 """FSDP2 on one rank: gradients to the bit as without it, and in one buffer instead of three."""
 
 import titan_moe.runtime  # noqa: F401
+from titan_moe.runtime import prepare_for_backend
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 
 from titan_moe import fsdp_traffic
-from titan_moe.runtime import prepare_for_backend
 
 WIDTH = 64
 
