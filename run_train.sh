@@ -137,6 +137,9 @@ if [[ $gpus == 0 && -z ${OMP_NUM_THREADS:-} && $NGPU =~ $count ]]; then
     threads=$((cores / NGPU))
     export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 fi
+# OpenMP's threads wait for each other in a loop, for up to milliseconds before they sleep. Where another program wants a
+# core too, the one that is waited for is not running, and a step took fifty times as long. So they sleep early.
+[[ $gpus != 0 || -n ${OMP_WAIT_POLICY:-} ]] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT-1000}
 
 [[ -z $doctor ]] || GPUS=$gpus exec "$python" -m titan_moe.doctor ${config:+"$config"} "$@"
 

@@ -3,12 +3,16 @@
 The backend "eager" of torch.compile makes the same graphs, guards and variants as inductor, and compiles no C++.
 """
 
+import subprocess
+import sys
+
 import titan_moe.runtime  # noqa: F401
 
 import pytest
+import torch
 from torch._dynamo import utils
 
-from tests.distributed.harness import Case, Outcome, run_cases
+from tests.distributed.harness import REPO, Case, Outcome, run_cases
 from titan_moe.recompiles import Recompiles
 
 EVERYTHING = [
@@ -67,3 +71,10 @@ def test_inductor_computes_the_same(tmp_path, dtype, close):
     found = run_cases(1, cases, tmp_path)
     assert_settled(found["compiled"])
     assert found["compiled"].losses == pytest.approx(found["eager"].losses, rel=close)
+
+
+def test_what_does_not_compile_loads_no_compiler():
+    """On a CPU. torchtitan alone would, at import; and that garbage is collected again when all is imported."""
+    program = "import gc, sys, train; print('torch._inductor.compile_fx' in sys.modules, gc.isenabled())"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO, check=True)
+    assert run.stdout.split() == [str(torch.cuda.is_available()), "True"]

@@ -458,6 +458,19 @@ def test_run_train_processes_and_threads(launcher, gpus, env, processes, threads
     assert seen.get("OMP_NUM_THREADS") == threads
 
 
+@pytest.mark.parametrize(
+    ("gpus", "env", "spins"),
+    [
+        (0, {}, "1000"),
+        (0, {"GOMP_SPINCOUNT": "7"}, "7"),
+        (0, {"OMP_WAIT_POLICY": "active"}, None),  # which the other would overrule
+        (2, {}, None),
+    ],
+)
+def test_run_train_lets_threads_on_cpus_sleep_early(launcher, gpus, env, spins):
+    assert launcher("a.toml", gpus=gpus, **env)[3].get("GOMP_SPINCOUNT") == spins
+
+
 @pytest.mark.parametrize("name", ["NGPU", "NNODES"])
 @pytest.mark.parametrize("value", ["many", "0", "08", "1.5"])
 def test_run_train_leaves_counts_that_are_none_to_the_list_of_mistakes(launcher, name, value):

@@ -32,7 +32,7 @@ around it on its stream, but nothing that says who waited.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -70,6 +70,9 @@ def prepare(model: nn.Module, ep_group: ProcessGroup | None) -> None:
         group._all_gather_comm = GlooGather() if gloo else Gather()
         group._reduce_scatter_comm = GlooReduce(group, reductions) if gloo else Reduce()
         group.unshard_async_op = gloo
+        if gloo and group.mesh_info.mesh.size() == 1:
+            group._reduce_scatter_comm = NoReduce()
+            group.gradient_divide_factor = None  # 1, by which FSDP2 would divide, into one more buffer
 
 
 def param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
@@ -177,6 +180,22 @@ class GlooReduce(DefaultReduceScatter):
             or result.dtype != group._orig_dtype
             or any(parameter.sharded_param.grad is not None for parameter in group.fsdp_params)
         )
+
+
+class NoReduce(DefaultReduceScatter):
+    """Of one rank, whose gradients FSDP2 copies into one buffer and on into another: it gets the same one for both."""
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None  # given out as the input
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2 asks twice, for the input and then for the output."""
+        if self.buffer is None:
+            self.buffer = super().allocate(size, dtype=dtype, device=device)
+            return self.buffer
+        given, self.buffer = self.buffer, None
+        assert tuple(given.shape) == tuple(size) and given.dtype == dtype, "not the output of that input"
+        return given
 
 
 def issued(name: str, work: dist.Work | None, result: Tensor, size: int) -> InFlight:

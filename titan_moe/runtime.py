@@ -14,6 +14,7 @@ Import this module before torchtitan, which reads the device type once: the firs
 keeps it in front.
 """
 
+import gc
 import os
 import sys
 import warnings
@@ -24,8 +25,10 @@ from typing import Any, TypeVar
 
 import titan_moe.processes  # noqa: F401 - before torch, whose import takes seconds
 
-import torch
-import torch.distributed as dist
+gc.disable()  # until all is imported: a fifth of that time went into looking for garbage where there is none
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 
 def use_available_device() -> str:
@@ -55,6 +58,23 @@ from torchtitan.tools import utils as titan_utils  # noqa: E402
 
 from titan_moe.config import Config  # noqa: E402
 from titan_moe.run_folder import new_run_id  # noqa: E402
+
+
+def leave_flex_attention_uncompiled() -> None:
+    """Import torchtitan's attention without torch.compile, which it calls on FlexAttention there and then. That loads
+    torch's code generator, 0.7 s for what has no backward on a CPU, and attention.py takes the place of."""
+    compile_, torch.compile = torch.compile, lambda function, **_: function
+    try:
+        import torchtitan.models.common.attention  # noqa: F401
+    finally:
+        torch.compile = compile_
+
+
+if DEVICE_TYPE == "cpu":
+    leave_flex_attention_uncompiled()
+
+gc.freeze()  # what is imported by now stays, and need not be looked at again
+gc.enable()
 
 T = TypeVar("T")
 

@@ -5,6 +5,7 @@ left behind. Here it hears none of them, and ends with its supervisor; its worke
 end with and to obey (processes.py).
 """
 
+import gc
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ if __name__ == "__main__":
     processes.die_with(int(sys.argv.pop(1)))
     signal.pthread_sigmask(signal.SIG_BLOCK, processes.STOP_SIGNALS)  # before threads and workers, which inherit it
     os.environ[processes.TORCHRUN] = str(os.getpid())
+    gc.disable()  # until all is imported: see runtime.py
     from torch.distributed.run import main
 
+    gc.enable()
     main()
