@@ -41,6 +41,8 @@ VARIANTS = {
     "alltoall, worst case": {"name": "alltoall", "recv_buffer": "worst_case"},
     "dedup, worst case": {"name": "dedup", "recv_buffer": "worst_case"},
 }
+BASES = {"dedup": "alltoall", "dedup by node": "dedup"}
+"""What a variant is compared with; one with a fixed buffer with the same exact"""
 PARTS = ("plan", "forward", "forward + backward")
 MOST_OF_FLOOR = 1.02
 
@@ -63,7 +65,7 @@ def compare(ranks: int, D: int, tokens: int, repetitions: int) -> Iterator[Recor
     seconds, sent = on_ranks(ranks, on_rank, variants, D, tokens, repetitions)
     times = {part: Times({name: [s[part] for s in spans] for name, spans in seconds.items()}) for part in PARTS}
     for name in variants:
-        case, base = f"{ranks} ranks, D {D}, {name}", name.replace("dedup", "alltoall").replace(" by node", "")
+        case, base = f"{ranks} ranks, D {D}, {name}", BASES.get(name, name.partition(",")[0])
         is_base = base == name
         for metric, unit in (("payload", "B/token"), ("rows", "rows/token"), ("across nodes", "B/token")):
             if metric == "across nodes" and ranks <= PER_NODE:

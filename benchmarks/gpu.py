@@ -17,6 +17,7 @@ Shape letters: T tokens of the rank, D model width, K top-k, N = T*K copies, E e
 width, R rows of the padded slabs.
 """
 
+import gc
 import subprocess
 import sys
 import tempfile
@@ -201,6 +202,7 @@ def steps(size: list[str], time_it: Timer) -> Iterator[Record]:
             if isinstance(run, SteppedRun):
                 run.close()
             del run
+            gc.collect()  # or its memory would be in the next one's peak
     shortest = min(map(len, times.seconds.values()))
     times.seconds = {name: found[:shortest] for name, found in times.seconds.items()}
     for name in times.seconds:

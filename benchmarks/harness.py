@@ -189,7 +189,9 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """Processor, cores, memory, GPU."""
+    """Processor, cores, threads in use, memory, GPU."""
+    import torch
+
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -199,7 +201,7 @@ def machine() -> str:
         kinds = [kind for kind in ("amx_bf16", "avx512_bf16", "avx512f") if kind in known.get("flags", "").split()]
         model += f" ({kinds[0]})" if kinds else ""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} x {model}, {gib:.0f} GiB{gpu()}"
+    return f"{os.cpu_count()} x {model}, {torch.get_num_threads()} threads, {gib:.0f} GiB{gpu()}"
 
 
 def gpu() -> str:

@@ -110,10 +110,15 @@ def peers(stock: RoutedExperts) -> dict[str, nn.Module]:
     }
 
 
-def balanced(s: Shape, device: str) -> Tensor:
-    """Each expert has as many tokens as any other, one more at most."""
+def even(s: Shape, device: str) -> Tensor:
+    """Each expert has as many tokens as any other, one more at most, and so again in the next draw."""
     start_T = torch.randperm(s.T, device=device) * s.K
     return (start_T[:, None] + torch.arange(s.K, device=device)) % s.E
+
+
+def balanced(s: Shape, device: str) -> Tensor:
+    """All experts are equally popular; how many tokens each has is chance."""
+    return torch.rand(s.T, s.E, device=device).topk(s.K, dim=-1).indices
 
 
 def natural(s: Shape, device: str) -> Tensor:
@@ -129,7 +134,7 @@ def skewed(s: Shape, device: str) -> Tensor:
     return (popularity_E + noise_TE).topk(s.K, dim=-1).indices
 
 
-ROUTING = {"balanced": balanced, "natural": natural, "skewed": skewed}
+ROUTING = {"natural": natural, "balanced": balanced, "skewed": skewed, "even": even}
 
 
 def draw(s: Shape, routing: str = "natural", device: str = "cpu") -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import Options, Record, Times, exponent, interleaved
-from benchmarks.peers import Shape, balanced, build, draw, stock_config
+from benchmarks.peers import Shape, build, draw, even, stock_config
 from benchmarks.ranks import on_ranks
 from benchmarks.wire import CountBytes, E, K, route
 from titan_moe.moe.dispatch import make_dispatcher
@@ -106,7 +106,7 @@ def plan_pass(s: Shape) -> Callable[[], Callable[[], object]]:
     dispatcher = make_dispatcher("local", num_experts=s.E, top_k=s.K, alignment=16)
 
     def prepare() -> Callable[[], object]:
-        ids_TK = balanced(s, "cpu")
+        ids_TK = even(s, "cpu")
         return lambda: dispatcher.plan(ids_TK)
 
     return prepare
@@ -115,7 +115,7 @@ def plan_pass(s: Shape) -> Callable[[], Callable[[], object]]:
 def over_experts(base: Shape, experts: list[int], rows: int, repetitions: int, budget_s: float) -> Iterator[Record]:
     shapes = {E: base._replace(E=E, T=rows * E // base.K) for E in experts}
     passes = {
-        "region": lambda s: region_pass(s, "balanced"),
+        "region": lambda s: region_pass(s, "even"),
         "plan": plan_pass,
         "layer with router": layer_pass,
     }

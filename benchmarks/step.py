@@ -57,6 +57,7 @@ LADDER = {  # each has one more part of ours than the one before
     "+ MoE": lambda config: StockRun(config, attention="ours", moe="ours").step,
 }
 MOST_START_S = 12.0
+PHASE_STEPS = 3
 
 
 def measure(options: Options) -> Iterator[Record]:
@@ -80,23 +81,12 @@ def compare(case: str, folder: Path, repetitions: int, budget_s: float, words: t
     ours = SteppedRun(config)
     steps: dict[str, Callable[[], object]] = {name: build(config) for name, build in LADDER.items()}
     steps["ours"] = ours.step
-    phases = ours.run.telemetry.phases
-
-    def alone(name: str) -> Callable[[], object]:
-        if name == "ours":
-            return steps[name]
-
-        def step() -> None:
-            with phases.whole("profile"):  # what others do is no part of our step
-                steps[name]()
-
-        return step
-
-    for name in steps:  # what the first steps set up is none of a step's cost
-        alone(name)()
-    phases.take()
     times = interleaved(
-        {name: (lambda name=name: alone(name)) for name in steps}, repetitions, warm_up=1, budget_s=budget_s
+        {name: (lambda step=step: step) for name, step in steps.items()},
+        repetitions,
+        warm_up=2,  # what the first steps set up is none of a step's cost
+        budget_s=budget_s,
+        wait=lambda: roofline.synchronize(roofline.DEVICE),
     )
     whole = times.against("ours", "torchtitan")
     speeds = {"value": 1e3 * tokens / whole["value"], "baseline": 1e3 * tokens / whole["baseline"]}
@@ -106,14 +96,18 @@ def compare(case: str, folder: Path, repetitions: int, budget_s: float, words: t
     for before, name in pairwise(names):
         label = "+ loop (ours)" if name == "ours" else name
         yield record(case, f"{label}, over the row above", unit="ms", **times.against(name, before))
-    yield from by_phase(case, ours, tokens, times)
+    yield from by_phase(case, ours, tokens)
     ours.close()
 
 
-def by_phase(case: str, ours: SteppedRun, tokens: int, times: Times) -> Iterator[Record]:
-    """Our phases of at least 1 % of the step, and the floor under each."""
-    taken, steps = ours.run.telemetry.phases.take()
-    seconds = {name: spent / steps for name, spent in taken.items() if name != "profile"}
+def by_phase(case: str, ours: SteppedRun, tokens: int) -> Iterator[Record]:
+    """Our phases of at least 1 % of the step, in the mean over a few, and the floor under each."""
+    phases = ours.run.telemetry.phases
+    phases.take()  # with what others did meanwhile
+    for _ in range(PHASE_STEPS):
+        ours.step()
+    taken, _ = phases.take()
+    seconds = {name: spent / PHASE_STEPS for name, spent in taken.items()}
     step = sum(seconds.values())
     floors = phase_floors(ours, tokens)
     merged: dict[str, float] = {}

@@ -11,6 +11,7 @@ from unittest import mock
 import train  # isort: skip - first: it tells torchtitan about CPUs
 
 import torch
+from torchtitan.distributed.cudagraph import cudagraph_teardown
 from torchtitan.tools.logging import logger
 
 from titan_moe import config_file, runtime
@@ -41,6 +42,7 @@ class SteppedRun:
             train.train_step(self.run, self.batches, validates=validates, logs=logs)
 
     def close(self) -> None:
+        cudagraph_teardown()  # of all runs: a graph holds on to the device's memory
         self.run.checkpointer.close()
         self.run.metrics.close()
 
