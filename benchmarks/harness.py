@@ -189,9 +189,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """Processor, cores, threads in use, memory, GPU."""
-    import torch
-
+    """Processor, cores, memory, GPU."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -201,7 +199,7 @@ def machine() -> str:
         kinds = [kind for kind in ("amx_bf16", "avx512_bf16", "avx512f") if kind in known.get("flags", "").split()]
         model += f" ({kinds[0]})" if kinds else ""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} x {model}, {torch.get_num_threads()} threads, {gib:.0f} GiB{gpu()}"
+    return f"{os.cpu_count()} x {model}, {gib:.0f} GiB{gpu()}"
 
 
 def gpu() -> str:
@@ -265,8 +263,9 @@ def table(records: Iterable[Record]) -> str:
 
 
 def write(path: Path, records: Iterable[tuple[Record, Mapping[str, str]]]) -> None:
-    """A list of records, one a line, each with what is said about it: machine, versions, commit. All or nothing."""
-    lines = [json.dumps({**asdict(record), **about}) for record, about in records]
+    """A list of records, one a line, each with what is said about it: machine, threads, versions, commit. All or
+    nothing."""
+    lines = [json.dumps({**asdict(record), **about}, ensure_ascii=False) for record, about in records]
     part = path.with_name(path.name + ".part")
     part.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
     part.replace(path)

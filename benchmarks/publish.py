@@ -31,18 +31,19 @@ HEADLINE = {  # what README says: suite, how the case begins, metric, against wh
 
 
 def runs(path: Path) -> dict[tuple[str, str, str], list[Record]]:
-    """Records by (machine, versions, commit)."""
+    """Records by (machine, what it ran, commit)."""
     found: dict[tuple[str, str, str], list[Record]] = {}
     for record, about in harness.read(path):
-        found.setdefault((about["machine"], about["versions"], about["commit"]), []).append(record)
+        ran = f"{about['threads']} threads, {about['versions']}"
+        found.setdefault((about["machine"], ran, about["commit"]), []).append(record)
     return found
 
 
 def tables(path: Path) -> str:
     """All records as Markdown: for each machine and commit what was aimed at, then a table for each suite."""
     parts = []
-    for (machine, versions, commit), records in runs(path).items():
-        parts.append(f"## {machine}\n\nCommit {commit}; {versions}.\n\n### Targets\n\n{targets(records)}")
+    for (machine, ran, commit), records in runs(path).items():
+        parts.append(f"## {machine}\n\nCommit {commit}; {ran}.\n\n### Targets\n\n{targets(records)}")
         for suite in dict.fromkeys(record.suite for record in records):
             parts.append(f"### {suite}\n\n{harness.table(r for r in records if r.suite == suite)}")
     return "\n\n".join(parts)

@@ -108,7 +108,12 @@ def main(argv: list[str]) -> int:
         return 0
     failed = []
     if args.suites:
-        about = {"machine": harness.machine(), "versions": harness.versions(), "commit": harness.commit()}
+        about = {
+            "machine": harness.machine(),
+            "threads": f"{torch.get_num_threads()}",
+            "versions": harness.versions(),
+            "commit": harness.commit(),
+        }
         print("\n".join(f"{name}: {value}" for name, value in about.items()))
         records = [load("before"), *ceilings(roofline.DEVICE)]
         print(f"\n{harness.table(records)}", flush=True)

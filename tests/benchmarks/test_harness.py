@@ -121,7 +121,7 @@ def test_numbers(value, text):
 
 
 def test_the_json_is_a_list_of_records_that_read_back(tmp_path):
-    path, about = tmp_path / "results.json", {"machine": "m", "versions": "v", "commit": "c"}
+    path, about = tmp_path / "results.json", {"machine": "m", "threads": "2", "versions": "v", "commit": "c"}
     rows = [record(ratio=1.5, baseline=3.0, unit="ms"), record(suite="step", case="ü", target="ratio >= 1")]
     harness.add(path, rows, about)
     lines = json.loads(path.read_text())
@@ -132,7 +132,9 @@ def test_the_json_is_a_list_of_records_that_read_back(tmp_path):
 
 def test_a_run_replaces_its_suites_on_its_machine_alone(tmp_path):
     path = tmp_path / "results.json"
-    old, other, new = ({"machine": m, "versions": "", "commit": c} for m, c in (("m", "1"), ("gpu", "1"), ("m", "2")))
+    old, other, new = (
+        {"machine": m, "threads": "2", "versions": "", "commit": c} for m, c in (("m", "1"), ("gpu", "1"), ("m", "2"))
+    )
     harness.add(path, [record(), record(suite="step")], old)
     harness.add(path, [record()], other)
     harness.add(path, [record(case="b")], new)
@@ -142,8 +144,12 @@ def test_a_run_replaces_its_suites_on_its_machine_alone(tmp_path):
 
 def test_the_page_shows_targets_and_suites_by_machine(tmp_path):
     path = tmp_path / "results.json"
-    harness.add(path, [record(target="ratio >= 1.5", ratio=1.2)], {"machine": "m", "versions": "v", "commit": "c"})
-    harness.add(path, [record(suite="gpu")], {"machine": "H100", "versions": "v", "commit": "d"})
+    harness.add(
+        path,
+        [record(target="ratio >= 1.5", ratio=1.2)],
+        {"machine": "m", "threads": "2", "versions": "v", "commit": "c"},
+    )
+    harness.add(path, [record(suite="gpu")], {"machine": "H100", "threads": "2", "versions": "v", "commit": "d"})
     text = publish.tables(path)
     assert "| layer | a | time | ratio >= 1.5 | 1.20 | **missed** |" in text
     assert text.index("## m") < text.index("### layer") < text.index("## H100") < text.index("### gpu")
@@ -153,7 +159,7 @@ def test_readme_has_a_headline_where_its_marks_stand(tmp_path):
     path, page = tmp_path / "results.json", tmp_path / "README.md"
     row = record(suite="step", case="debug, 1 x 512", metric="whole step", unit="tokens/s", against="torchtitan")
     row = harness.Record(**{**vars(row), "value": 4000.0, "baseline": 2000.0, "ratio": 2.0, "low": 1.9, "high": 2.1})
-    harness.add(path, [row], {"machine": "m", "versions": "v", "commit": "c"})
+    harness.add(path, [row], {"machine": "m", "threads": "2", "versions": "v", "commit": "c"})
     line = "| training step, debug model, 1 x 512 tokens | 4,000 tokens/s | torchtitan | 2,000 tokens/s | 2.00 (1.90 - 2.10) |"  # fmt: skip # noqa: E501
     assert line in publish.headline(path)
     page.write_text(f"before\n{publish.BEGIN}\nold\n{publish.END}\nafter\n")
