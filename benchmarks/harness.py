@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import random
-import resource
 import statistics
 import subprocess
 import time
@@ -218,10 +217,6 @@ def versions() -> str:
         except metadata.PackageNotFoundError:
             continue
     return ", ".join([f"Python {platform.python_version()}", *found])
-
-
-def peak_mib(who: int = resource.RUSAGE_SELF) -> float:
-    return resource.getrusage(who).ru_maxrss / 1024
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -97,6 +97,8 @@ def count(event, phase: str, launches: Counter, syncs: Counter) -> int:
 def counts(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Counter[str], Counter[str]]:
     """(launches, host syncs) of one forward and backward, by phase."""
     grad = torch.randn_like(inputs[0])
+    for tensor in inputs:
+        tensor.grad = None  # or it would be added to
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(experts, "_PiecewiseGemm", experts._GroupedGemm))
         for region in (m for m in layer.modules() if isinstance(m, FusedRoutedExperts)):

@@ -11,6 +11,7 @@ Memory is the peak of a process that trains a few steps; start-up is from the co
 imports that the page cache holds.
 """
 
+import gc
 import os
 import statistics
 import subprocess
@@ -98,6 +99,8 @@ def compare(case: str, folder: Path, repetitions: int, budget_s: float, words: t
         yield record(case, f"{label}, over the row above", unit="ms", **times.against(name, before))
     yield from by_phase(case, ours, tokens)
     ours.close()
+    del ours, steps, times
+    gc.collect()  # four models and their moments
 
 
 def by_phase(case: str, ours: SteppedRun, tokens: int) -> Iterator[Record]:
@@ -178,14 +181,25 @@ def first_step(words: list[str]) -> tuple[float, float]:
             cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert process.stdout is not None
-        said, spent = [], None
+        said, spent, peak = [], None, 0.0
         for line in process.stdout:
             said.append(line)
+            peak = peak_mib(process.pid) or peak
             if spent is None and "step:  1" in line:
                 spent = time.perf_counter() - start
         process.stdout.close()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        process.wait()
     if spent is None or process.returncode:
         raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}:\n{''.join(said[-20:])}")
-    return spent, usage.ru_maxrss / 1024
+    return spent, peak
+
+
+def peak_mib(pid: int) -> float:
+    """Peak memory of a process so far; 0 if it has ended. Not ru_maxrss, which begins at the size of the process that
+    forked it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except FileNotFoundError:
+        return 0.0
+    found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return int(found[0]) / 1024 if found else 0.0

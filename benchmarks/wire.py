@@ -3,6 +3,7 @@
 Shape letters: T tokens, K top-k, E experts, R ranks.
 """
 
+from functools import cache
 from math import comb
 
 import titan_moe.runtime  # noqa: F401
@@ -22,6 +23,7 @@ def route(tokens: int, generator: torch.Generator, experts: int = E) -> torch.Te
     return (scores * allowed).flatten(1).topk(K, dim=-1).indices
 
 
+@cache
 def unique_places(places: int) -> tuple[float, float]:
     """On how many of `places`, ranks or nodes that share the experts evenly, a token has experts: U of the rule above,
     from 200,000 tokens, and by the formula for groups picked at random (the real rule spreads a token more)."""

@@ -1,6 +1,7 @@
 """Ratios, spreads, targets, tables and JSON of the benchmarks, the command line, and that the page shows the file."""
 
 import json
+import os
 from itertools import count
 
 import pytest
@@ -85,6 +86,18 @@ def test_floors(monkeypatch):
     assert roofline.floor(1000, 1, torch.bfloat16) == 10.0, "FLOPs take longer"
     assert roofline.floor(1, 1000, torch.bfloat16) == 100.0, "bytes take longer"
     assert roofline.floor(0, 0, torch.bfloat16) == 0.0
+
+
+def test_first_steps_and_peaks_are_those_of_the_process():
+    """Whatever the size of the process that starts it."""
+    from benchmarks.step import first_step, peak_mib
+
+    script = "print('step:  1  loss', end=''); x = bytearray(64 * 2**20); print(flush=True); print('step:  2')"
+    seconds, peak = first_step(["-c", script])
+    assert 0 < seconds < 60
+    assert 64 < peak < 200 < peak_mib(os.getpid()), "torch alone takes more"
+    with pytest.raises(RuntimeError, match=r"ended with 3:\nso sad"):
+        first_step(["-c", "print('so sad'); raise SystemExit(3)"])
 
 
 def test_routing_reaches_as_many_places_as_it_is_counted_to():
