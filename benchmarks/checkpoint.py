@@ -1,39 +1,31 @@
 """What checkpoints cost: how long saving keeps training waiting, what hashing adds, what verifying adds to loading.
 
-    python benchmarks/checkpoint.py [--dim 768] [--repetitions 7] [--folder FOLDER] [--json FILE]
-
 A real training state on one process: model, AdamW moments, schedule, data position, after one step of the debug model
-made wider. Saved, in random order in each repetition, by stock torchtitan's manager (no hashes, files written where
-they stay), by ours, and by ours in the background: "blocked" is how long `save` keeps the training loop, "staged"
-until everything is copied, which the next step's forward and backward do not wait for, only its optimizer, "published"
-until the checkpoint is there. Then loaded with each checkpoint.verify; the page cache holds what is loaded, and where
-it does not, verifying costs a second reading. Medians; ratios are the medians of the ratios within a repetition.
-SHA-256 and writing of a file are also timed alone.
+made wider. Saved in turn by stock torchtitan's manager (no hashes, files written where they stay), by ours, and by ours
+in the background: "blocked" is how long `save` keeps the training loop, "staged" until everything is copied, which the
+next step's forward and backward do not wait for, only its optimizer, "published" until the checkpoint is there. Then
+loaded with each checkpoint.verify; the page cache holds what is loaded, and where it does not, verifying costs a second
+reading. SHA-256 and writing of a file are also timed alone.
 """
 
-import argparse
 import hashlib
-import json
 import os
 import random
 import shutil
-import statistics
-import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import train  # isort: skip - first: it tells torchtitan about CPUs
+from benchmarks.stepping import QUIET, SteppedRun, load, one_process_group  # isort: skip - before torchtitan
 
-import torch
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.tools.logging import logger
 
-from titan_moe import config_file, runtime
+import train
+from benchmarks.harness import Options, Record, Times, spread
 from titan_moe.checkpoint import build_checkpointer
+
+SUITE = "checkpoint"
 
 MIB = 2**20
 
@@ -48,12 +40,10 @@ def build(dim: int, folder: Path) -> train.Run:
     """A run of a model 3 layers deep, after its first step."""
     argv = ["train_configs/debug_model.toml", f"--model.dim={dim}", f"--model.moe_hidden_dim={dim // 2}"]
     argv += [f"--model.dense_hidden_dim={2 * dim}", "--model.n_layers=3", "--training.dataset=synthetic"]
-    argv += ["--training.seq_len=64", "--training.local_batch_size=1", "--training.global_batch_size=1"]
-    argv += ["--training.mixed_precision_param=float32", "--validation.enable=false", f"--job.dump_folder={folder}"]
-    run = train.build(config_file.load(argv, 1))
-    run.progress.step = 1
-    train.train_step(run, iter(run.dataloader), validates=False, logs=False)
-    return run
+    argv += ["--training.seq_len=64", "--training.local_batch_size=1"]
+    stepped = SteppedRun(load([*argv, *QUIET], folder))
+    stepped.step()
+    return stepped.run
 
 
 def managers(run: train.Run, folder: Path) -> dict[str, CheckpointManager]:
@@ -116,41 +106,30 @@ def alone(file: Path, repetitions: int) -> dict[str, list[float]]:
     return {name: [seconds(action) for _ in range(repetitions)] for name, action in actions.items()}
 
 
-def ratio(found: dict[str, list[float]], name: str, base: str) -> float:
-    return statistics.median(a / b for a, b in zip(found[name], found[base], strict=True))
+def record(case: str, metric: str, **fields) -> Record:
+    return Record(suite=SUITE, case=case, metric=metric, **fields)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--folder", type=Path, help="on the file system to measure (default: a temporary one)")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    runtime.default_environment([])
-    with tempfile.TemporaryDirectory(dir=args.folder) as place:
-        folder = Path(place)
-        run = build(args.dim, folder / "run")
-        logger.setLevel("WARNING")
-        made = managers(run, folder)
-        saved = save_all(made, folder, args.repetitions)
+def measure(options: Options) -> Iterator[Record]:
+    random.seed(0)
+    dim, repetitions = options.pick((64, 1), (512, 5), (1024, 9))
+    with one_process_group() as folder:
+        made = managers(build(dim, folder / "run"), folder)
+        saved = Times(save_all(made, folder, repetitions))
         files = sorted((folder / "disabled" / "checkpoint").glob("step-*/*.distcp"))
         size = sum(file.stat().st_size for file in files)
-        loaded, rates = load_all(made, args.repetitions), alone(files[0], args.repetitions)
+        loaded, rates = Times(load_all(made, repetitions)), alone(files[0], repetitions)
         for manager in made.values():
             manager.close()
-    print(f"\n{size / MIB:,.0f} MiB, {args.repetitions} repetitions, {torch.get_num_threads()} threads")
-    print(f"load of the machine, 1 minute: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
+    case = f"{size / MIB:,.0f} MiB"
+    for mode, name in (("disabled", "ours"), ("async", "in the background")):
+        for part in ("blocked", "staged", "published"):
+            found = saved.against(f"{mode} {part}", f"stock {part}", scale=1) | {"against": "torchtitan"}
+            yield record(f"{case}, save, {name}", part, unit="s", **found)
+    for verify in ("full", "size", "none"):
+        found = loaded.against(verify, "stock", scale=1) | {"against": "torchtitan"}
+        yield record(f"{case}, load, verify {verify}", "load", unit="s", **found)
     for name, found in rates.items():
-        print(f"{name:23} {size / statistics.median(found) / 1e9:8.2f} GB/s")
-    for what, table, base in (("save", saved, "disabled blocked"), ("load", loaded, "stock")):
-        for name, found in table.items():
-            print(f"{what} {name:18} {statistics.median(found):8.3f} s, {ratio(table, name, base):6.3f} of {base}")
-    if args.json:
-        args.json.write_text(json.dumps({"bytes": size, "saved": saved, "loaded": loaded, "alone": rates}, indent=1))
-    runtime.leave_process_group()
-
-
-if __name__ == "__main__":
-    random.seed(0)
-    main()
+        speeds = [size / spent / 1e9 for spent in found]
+        low, high = spread(speeds)
+        yield record(case, name, value=sorted(speeds)[len(speeds) // 2], unit="GB/s", low=low, high=high)

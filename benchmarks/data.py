@@ -1,42 +1,37 @@
-"""How fast one core turns each kind of source into batches, and what share of the debug model's step that is.
+"""How fast one core turns each kind of source into batches, and what share of a step that is.
 
-    OMP_NUM_THREADS=1 python benchmarks/data.py [--step]
-
-The text is this Python's standard library, written as .jsonl, .parquet and token ids too. Processor seconds of this
-process, so what else the machine does counts little; the tokenizers library is timed on the same documents, in calls of
-as many, in turn with the loader. --step trains the debug model for 20 steps and reads the share that waiting for data
-has of it.
+The text is this Python's standard library, as text, .jsonl, .parquet and token ids. Times are processor seconds of
+this process, so that what else the machine does counts little; tokenizing by byte pairs is set against the tokenizers
+library alone, on the same documents in calls of as many. The share is of the debug model's own step: processor time of
+a batch over that of the step.
 """
 
-import itertools
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.stepping import QUIET, SteppedRun, load, one_process_group  # isort: skip - before torchtitan
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from benchmarks.harness import Options, Record, interleaved, spread
 from titan_moe import tokenize
 from titan_moe.config import Config, DataSource
 from titan_moe.data import build_dataloader
-from titan_moe.metrics import read_metrics
 from titan_moe.packing import ENCODE_BYTES
 from titan_moe.sources.listing import Source, list_source
 from titan_moe.tokenizer import Tokenizer, build_tokenizer
 
-ROOT = Path(__file__).parents[1]
+SUITE = "data"
 SEQ_LEN, BATCH = 4096, 4
-REPETITIONS = 5
+MOST_SHARE = 2.0  # percent
 
 
 def batches_of(sources: list[Source], tokenizer: Tokenizer):
@@ -46,19 +41,14 @@ def batches_of(sources: list[Source], tokenizer: Tokenizer):
     return iter(build_dataloader(config, sources=sources, tokenizer=tokenizer, **options))
 
 
-def seconds(function: Callable[[], object]) -> float:
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
-def write(folder: Path, texts: list[str]) -> dict[str, Source]:
+def write(folder: Path, texts: list[str], source: Source) -> dict[str, Source]:
+    """`source`, whose documents are `texts`, and the same in other forms."""
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     pq.write_table(pa.table({"text": texts}), folder / "a.parquet", row_group_size=64)
-    kinds = {"text": "python_stdlib", ".jsonl": f"{folder}/a.jsonl", ".parquet": f"{folder}/a.parquet"}
-    found = {kind: list_source(DataSource(dataset=dataset)) for kind, dataset in kinds.items()}
-    tokenize.write(found["text"], build_tokenizer("", 258), "", folder / "ids")
-    return found | {"token ids": list_source(DataSource(dataset=str(folder / "ids")))}
+    tokenize.write(source, build_tokenizer("", 258), "", folder / "ids")
+    kinds = {".jsonl": "a.jsonl", ".parquet": "a.parquet", "token ids": "ids"}
+    others = {kind: list_source(DataSource(dataset=str(folder / name))) for kind, name in kinds.items()}
+    return {"text": source} | others
 
 
 def train_bpe(folder: Path, texts: list[str]) -> None:
@@ -70,30 +60,43 @@ def train_bpe(folder: Path, texts: list[str]) -> None:
         vocab_size=16_384, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )  # fmt: skip
-    tokenizer.train_from_iterator(texts[::4], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def byte_level(sources: dict[str, Source]) -> None:
+def record(case: str, metric: str, **fields) -> Record:
+    return Record(suite=SUITE, case=case, metric=metric, **fields)
+
+
+def byte_level(sources: dict[str, Source], batches: int, repetitions: int) -> Iterator[Record]:
+    """One byte is one token: what reading and packing cost."""
     tokenizer = build_tokenizer("", 258)
-    mixture = {"all four, mixed": list(sources.values())}
-    for name, group in {**{kind: [source] for kind, source in sources.items()}, **mixture}.items():
-        batches = batches_of(group, tokenizer)
-        next(batches)
-        speeds = []
-        for _ in range(REPETITIONS):
-            taken = seconds(lambda batches=batches: [next(batches) for _ in range(100)])
-            speeds.append(100 * BATCH * SEQ_LEN / taken / 1e6)
-        print(f"bytes, {name:16} {statistics.median(speeds):6.1f} M tokens/s ({min(speeds):.1f} - {max(speeds):.1f})")
+    groups = {**{kind: [source] for kind, source in sources.items()}, "all four, mixed": list(sources.values())}
+    loaders = {name: batches_of(group, tokenizer) for name, group in groups.items()}
+
+    def take(name: str) -> Callable[[], object]:
+        return lambda: [next(loaders[name]) for _ in range(batches)]
+
+    times = interleaved(
+        {name: (lambda name=name: take(name)) for name in loaders}, repetitions, warm_up=1, clock=time.process_time
+    )
+    tokens = batches * BATCH * SEQ_LEN
+    for name in loaders:
+        speeds = [tokens / spent / 1e6 for spent in times.seconds[name]]
+        low, high = spread(speeds)
+        yield record(
+            f"bytes, {name}", "loading", value=statistics.median(speeds), unit="M tokens/s", low=low, high=high
+        )
 
 
-def bpe(sources: dict[str, Source], folder: Path) -> None:
+def bpe(sources: dict[str, Source], folder: Path, every: int, repetitions: int) -> Iterator[Record]:
+    """Byte pairs, of every so many pieces of the text."""
     tokenizer = build_tokenizer(str(folder), 16_384)
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     for kind in ("text", ".jsonl"):
-        source = replace(sources[kind], pieces=sources[kind].pieces[::4])
-        batches = batches_of([source], tokenizer)
-        next(batches)
+        source = replace(sources[kind], pieces=sources[kind].pieces[::every])
+        loader = batches_of([source], tokenizer)
+        next(loader)
         texts = [d.decode() for piece in source.pieces for d in piece.documents() if isinstance(d, bytes)]
         calls: list[list[str]] = [[]]
         for text in texts:
@@ -101,45 +104,56 @@ def bpe(sources: dict[str, Source], folder: Path) -> None:
                 calls.append([])
             calls[-1].append(text)
         tokens = sum(len(e.ids) for call in calls for e in library.encode_batch_fast(call, add_special_tokens=False))
-        count = tokens // (BATCH * SEQ_LEN)
-        ratios, speeds = [], []
-        for _ in range(REPETITIONS):
-            theirs = seconds(
-                lambda calls=calls: [library.encode_batch_fast(call, add_special_tokens=False) for call in calls]
-            )
-            ours = seconds(lambda batches=batches, count=count: [next(batches) for _ in range(count)])
-            speeds.append(count * BATCH * SEQ_LEN / ours / 1e6)
-            ratios.append(speeds[-1] / (tokens / theirs / 1e6))
-        quartiles = statistics.quantiles(ratios, n=4)
-        print(
-            f"BPE, {kind:18} {statistics.median(speeds):6.2f} M tokens/s, {statistics.median(ratios):.2f} "
-            f"({quartiles[0]:.2f} - {quartiles[2]:.2f}) of the tokenizers library alone"
-        )
+        count = max(1, tokens // (BATCH * SEQ_LEN))
+        variants = {
+            "tokenizers": lambda calls=calls: [
+                library.encode_batch_fast(call, add_special_tokens=False) for call in calls
+            ],
+            "ours": lambda loader=loader, count=count: [next(loader) for _ in range(count)],
+        }
+        times = interleaved(
+            {name: (lambda call=call: call) for name, call in variants.items()},
+            repetitions, warm_up=1, clock=time.process_time,
+        )  # fmt: skip
+        # Of as many tokens: the loader's batches hold fewer than the documents.
+        scale = tokens / (count * BATCH * SEQ_LEN)
+        ratios = [ratio / scale for ratio in times.ratios("ours", "tokenizers")]
+        low, high = spread(ratios)
+        yield record(
+            f"byte pairs, {kind}", "loading", unit="M tokens/s", against="tokenizers alone", low=low, high=high,
+            value=count * BATCH * SEQ_LEN / times.median("ours") / 1e6,
+            baseline=tokens / times.median("tokenizers") / 1e6, ratio=statistics.median(ratios),
+        )  # fmt: skip
 
 
-def step() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "train.py", "train_configs/debug_model.toml", f"--job.dump_folder={folder}/run"]
-        command += ["--training.steps=20", "--lr_scheduler.total_steps=160", "--metrics.log_freq=5"]
-        subprocess.run([*command, "--validation.enable=false"], cwd=ROOT, check=True, capture_output=True)
-        shares = [
-            record["data_percent"] for record in itertools.islice(read_metrics(folder + "/run").values(), 1, None)
-        ]
-    print(f"debug model, data's share of a step: {statistics.mean(shares):.2f} % (at most 2 %)")
+def share_of_step(steps: int) -> Iterator[Record]:
+    with one_process_group() as folder:
+        run = SteppedRun(load(["train_configs/debug_model.toml", *QUIET], folder / "run"))
+        run.step()
+        shares = []
+        for _ in range(steps):
+            start = time.process_time()
+            next(run.batches)
+            loaded = time.process_time()
+            run.step()
+            shares.append(100 * (loaded - start) / (time.process_time() - loaded))
+        run.close()
+    low, high = spread(shares)
+    yield record(
+        "debug model, 8 x 128 tokens", "loading, share of a step", value=statistics.median(shares), unit="%", low=low,
+        high=high, target=f"value <= {MOST_SHARE}",
+    )  # fmt: skip
 
 
-def main() -> None:
+def measure(options: Options) -> Iterator[Record]:
+    batches, repetitions, every = options.pick((2, 2, 256), (30, 5, 16), (100, 5, 4))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         stdlib = list_source(DataSource(dataset="python_stdlib"))
+        stdlib = replace(stdlib, pieces=stdlib.pieces[:: options.pick(64, 1, 1)])
         texts = [d.decode(errors="replace") for piece in stdlib.pieces for d in piece.documents()]
-        sources = write(folder, texts)
-        byte_level(sources)
-        train_bpe(folder, texts)
-        bpe(sources, folder)
-    if "--step" in sys.argv[1:]:
-        step()
-
-
-if __name__ == "__main__":
-    main()
+        sources = write(folder, texts, stdlib)
+        yield from byte_level(sources, batches, repetitions)
+        train_bpe(folder, texts[:: options.pick(1, 16, 4)])
+        yield from bpe(sources, folder, every, repetitions)
+    yield from share_of_step(options.pick(1, 5, 20))

@@ -1,85 +1,135 @@
-"""alltoall against dedup between gloo ranks on this machine: time of dispatch + combine, and bytes sent.
+"""alltoall against dedup, by rank and by node, exact and fixed receive buffers, between gloo ranks of this machine.
 
-    python benchmarks/dispatch.py [--ranks 2 4] [--widths 256 1024] [--tokens 1024] [--repetitions 15]
+Bytes and rows first: they are counted, and the same on any machine. Rows of bf16 each way (forward and backward move
+them four times), without those that stay on their rank; metadata is all else. "across nodes" is what leaves a node, of
+two ranks each. The floor of dedup is U (R-1)/R rows per token, where U, on how many ranks a token has experts, is drawn
+independently. Slab rows are those that a rank's buffers have, over its mean share of T K.
 
-Routing is that of DeepSeek-V3 on random scores: 8 groups of experts, the 4 groups with the largest sum of their two
-best scores stay, then the 8 best of 64 experts. The experts are the identity. Both variants run in each repetition, in
-random order, each on routing drawn for it alone: shared token counts would let one variant warm shapes up for the
-other. Times are medians over repetitions of the slowest rank's time; planning, which happens once per layer and not
-again in backward, is timed apart. Bytes are counted where the collectives are called, without what a rank keeps:
-payload is rows, forward and backward, metadata all else. Payload is compared with U (R-1)/R x bytes per row, where U,
-the unique destination ranks of a token, is drawn independently; the closed formula for groups picked at random is
-printed too (the real rule spreads a token more).
+Times are medians of the slowest rank's; four ranks on two cores say little about ranks that have a core each. Planning,
+which happens once per layer and not again in backward, is timed apart.
 
-Shape letters: T tokens, D model width, K top-k, E experts, R ranks.
+Chunked hops (full only): dedup's two hops by nodes, on links made slow, one after the other or in C chunks; expected is
+max(a, b) + min(a, b) / C for hops of a and b seconds, by their bytes alone.
+
+Shape letters: T tokens of a rank, D model width, K top-k, E experts, R ranks, C chunks.
 """
 
-import argparse
-import os
-import random
-import socket
 import statistics
-import sys
 import time
-from math import comb
-from pathlib import Path
+from collections.abc import Iterator
+
+import titan_moe.runtime  # noqa: F401
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.harness import Options, Record, Times, interleaved, versus
+from benchmarks.ranks import on_ranks
+from benchmarks.wire import CountBytes, E, K, route, unique_places
+from titan_moe import in_flight
 from titan_moe.moe.dispatch import make_dispatcher
 
-E, K, GROUPS, KEPT_GROUPS, ALIGNMENT = 64, 8, 8, 4, 16
-VARIANTS = ("alltoall", "dedup")
+SUITE = "dispatch"
+ALIGNMENT = 16
+PER_NODE = 2
+VARIANTS = {
+    "alltoall": {"name": "alltoall"},
+    "dedup": {"name": "dedup"},
+    "dedup by node": {"name": "dedup", "ranks_per_node": PER_NODE},
+    "alltoall, buffer 1.5": {"name": "alltoall", "recv_buffer": 1.5},
+    "dedup, buffer 1.5": {"name": "dedup", "recv_buffer": 1.5},
+    "alltoall, worst case": {"name": "alltoall", "recv_buffer": "worst_case"},
+    "dedup, worst case": {"name": "dedup", "recv_buffer": "worst_case"},
+}
+BASES = {"dedup": "alltoall", "dedup by node": "dedup"}
+"""What a variant is compared with; one with a fixed buffer with the same exact"""
+PARTS = ("plan", "forward", "forward + backward")
+MOST_OF_FLOOR = 1.02
 
 
-def route(tokens: int, generator: torch.Generator, experts: int = E) -> torch.Tensor:
-    """Expert ids [T, K] by the group-limited rule on random scores."""
-    scores = torch.rand(tokens, GROUPS, experts // GROUPS, generator=generator)
-    kept = scores.topk(2, dim=-1).values.sum(-1).topk(KEPT_GROUPS, dim=-1).indices
-    allowed = torch.zeros(tokens, GROUPS, 1).scatter_(1, kept[:, :, None], 1.0)
-    return (scores * allowed).flatten(1).topk(K, dim=-1).indices
+def measure(options: Options) -> Iterator[Record]:
+    tokens, repetitions = options.pick((64, 2), (1024, 9), (1024, 31))
+    for ranks in options.pick([2], [2, 4], [2, 4, 8]):
+        for D in options.pick([16], [256, 1024], [256, 1024]):
+            yield from compare(ranks, D, tokens, repetitions)
+    if options.size == "full":
+        yield from chunked(chunks=[1, 2, 4, 8], ns_per_byte=400.0, D=256, tokens=1024, repetitions=5)
 
 
-def unique_ranks(ranks: int) -> tuple[float, float]:
-    """U of the rule above, from 200,000 tokens, and by the formula for groups picked at random."""
-    ids = route(200_000, torch.Generator().manual_seed(1))
-    drawn = torch.zeros(len(ids), ranks).scatter_(1, ids // (E // ranks), 1.0).sum(1).mean().item()
-    each, size = GROUPS // ranks, E // GROUPS  # groups of a rank, experts of a group
-    formula = 0.0
-    for j in range(min(each, KEPT_GROUPS) + 1):
-        groups_here = comb(each, j) * comb(GROUPS - each, KEPT_GROUPS - j) / comb(GROUPS, KEPT_GROUPS)
-        missed = comb((KEPT_GROUPS - j) * size, K) / comb(KEPT_GROUPS * size, K)
-        formula += ranks * groups_here * (1 - missed)
-    return drawn, formula
+def record(case: str, metric: str, **fields) -> Record:
+    return Record(suite=SUITE, case=case, metric=metric, **fields)
 
 
-class CountBytes:
-    """Bytes this rank sends to others: payload is floating-point rows, metadata all else."""
+def compare(ranks: int, D: int, tokens: int, repetitions: int) -> Iterator[Record]:
+    variants = [name for name in VARIANTS if ranks > PER_NODE or "node" not in name]
+    seconds, sent = on_ranks(ranks, on_rank, variants, D, tokens, repetitions)
+    times = {part: Times({name: [s[part] for s in spans] for name, spans in seconds.items()}) for part in PARTS}
+    for name in variants:
+        case, base = f"{ranks} ranks, D {D}, {name}", BASES.get(name, name.partition(",")[0])
+        is_base = base == name
+        for metric, unit in (("payload", "B/token"), ("rows", "rows/token"), ("across nodes", "B/token")):
+            if metric == "across nodes" and ranks <= PER_NODE:
+                continue
+            against = {} if is_base else versus(sent[name][metric], sent[base][metric]) | {"against": base}
+            yield record(case, f"{metric} each way", value=sent[name][metric], unit=unit, **against)
+        yield record(case, "metadata", value=sent[name]["metadata"], unit="B/token")
+        yield record(case, "slab rows / mean", value=sent[name]["slab rows"])
+        if "buffer" in name:
+            yield record(case, "ranks that overflowed", value=sent[name]["overflowed"], unit="of all")
+        for part in PARTS:
+            fields = times[part].alone(name) if is_base else times[part].against(name, base)
+            yield record(case, part, unit="ms", **fields)
+    for name, places in (("dedup", ranks), ("dedup by node", ranks // PER_NODE)):
+        if name in variants:
+            drawn, _ = unique_places(places)
+            floor = drawn * (places - 1) / places * 2 * D
+            metric = "payload" if name == "dedup" else "across nodes"
+            share = sent[name][metric] / floor
+            target = f"value <= {MOST_OF_FLOOR}" if tokens >= 1024 else ""
+            yield record(f"{ranks} ranks, D {D}, {name}", f"{metric} / floor", value=share, target=target)
 
-    def __init__(self) -> None:
-        self.payload = self.metadata = 0
-        self.exchange = dist.all_to_all_single
-        dist.all_to_all_single = self
 
-    def __call__(self, output, input, output_splits=None, input_splits=None, group=None, async_op=False):
-        splits = input_splits or [len(input) // dist.get_world_size()] * dist.get_world_size()
-        rows = sum(splits) - splits[dist.get_rank()]
-        size = rows * input.element_size() * (input[0].numel() if len(input) else 0)
-        if input.dim() == 2 and input.is_floating_point():
-            self.payload += size
-        else:
-            self.metadata += size
-        return self.exchange(output, input, output_splits, input_splits, group, async_op)
+def on_rank(variants: list[str], D: int, tokens: int, repetitions: int) -> tuple[dict, dict]:
+    """({variant: seconds of the parts by repetition}, {variant: what a token sends}), of all ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    common = {"num_experts": E, "top_k": K, "alignment": ALIGNMENT, "ep_group": dist.group.WORLD, "max_tokens": tokens}
+    dispatchers = {name: make_dispatcher(**VARIANTS[name], **common) for name in variants}
+    counter, generator = CountBytes(PER_NODE), torch.Generator().manual_seed(100 + rank)
+    x_TD = torch.randn(tokens, D, generator=generator).bfloat16().requires_grad_()
+    grad_TD = torch.randn(tokens, D, generator=generator).bfloat16()
+    w_TK = torch.rand(tokens, K, generator=generator).requires_grad_()
+    spans: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+    names = (*CountBytes.NAMES, "slab rows", "overflowed")
+    sums = {name: torch.zeros(len(names), dtype=torch.float64) for name in variants}
+
+    def prepare(name: str):
+        ids_TK = route(tokens, generator)
+
+        def run() -> None:
+            counter.clear()
+            found, (slab_rows, overflowed) = one_pass(dispatchers[name], ids_TK, x_TD, w_TK, grad_TD)
+            spans[name].append(found)
+            values = [*counter.found.values(), slab_rows, overflowed]
+            sums[name] += torch.tensor(values, dtype=torch.float64)
+
+        return run
+
+    warm_up = 2
+    interleaved({n: (lambda n=n: prepare(n)) for n in variants}, repetitions, warm_up=warm_up)  # all in the same order
+    for total in sums.values():
+        dist.all_reduce(total)
+    runs = (repetitions + warm_up) * ranks
+    # Forward and backward exchange rows twice each: dispatch and combine, and their transposes.
+    scale = torch.tensor([1 / (4 * tokens)] * 3 + [1 / tokens, 1 / (tokens * K), 1.0])
+    sent = {name: dict(zip(names, (total / runs * scale).tolist())) for name, total in sums.items()}
+    return {name: found[warm_up:] for name, found in spans.items()}, sent
 
 
-def measure(dispatcher, ids_TK, x_TD, w_TK, grad_TD) -> dict[str, float]:
-    """Milliseconds of the parts, the slowest rank's."""
+def one_pass(dispatcher, ids_TK, x_TD, w_TK, grad_TD) -> tuple[dict[str, float], tuple[int, bool]]:
+    """Seconds of the parts, the slowest rank's; rows of the slabs, and whether some were missing."""
     marks = []
 
-    def mark():
+    def mark() -> None:
         marks.append(time.perf_counter())
         dist.barrier()
         marks.append(time.perf_counter())
@@ -90,91 +140,63 @@ def measure(dispatcher, ids_TK, x_TD, w_TK, grad_TD) -> dict[str, float]:
     received = dispatcher.dispatch(x_TD, w_TK, plan)
     out_TD = dispatcher.combine(received.x_RD, received.state)
     mark()
-    torch.autograd.grad([out_TD, received.weight_R.sum()], [x_TD, w_TK], [grad_TD, torch.ones(())])
+    # Rows past the slabs are undefined: their weights enter no sum, so the weights' gradient is given as it is.
+    grads = [grad_TD, torch.ones_like(received.weight_R)]
+    torch.autograd.grad([out_TD, received.weight_R], [x_TD, w_TK], grads)
     mark()
-    spans = torch.tensor([(end - start) * 1e3 for start, end in zip(marks[1::2], marks[2::2])])
-    dist.all_reduce(spans, dist.ReduceOp.MAX)
-    plan_ms, forward, backward = spans.tolist()
-    return {"plan": plan_ms, "forward": forward, "forward+backward": forward + backward}
+    found = torch.tensor([end - start for start, end in zip(marks[1::2], marks[2::2])])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    plan_s, forward, backward = found.tolist()
+    missing = plan.overflow is not None and bool(plan.overflow)
+    return dict(zip(PARTS, (plan_s, forward, forward + backward))), (len(received.x_RD), missing)
 
 
-def run(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    group = dist.group.WORLD
-    dispatchers = {
-        name: make_dispatcher(name, num_experts=E, top_k=K, alignment=ALIGNMENT, ep_group=group) for name in VARIANTS
-    }
-    counter = CountBytes()
+# ---------------------------------------------------------------------------------------------------------------------
+# Chunked hops
+
+
+def chunked(chunks: list[int], ns_per_byte: float, D: int, tokens: int, repetitions: int) -> Iterator[Record]:
+    spans, expected = on_ranks(4, chunked_on_rank, chunks, ns_per_byte, D, tokens, repetitions)
+    times = Times({str(C): [s["forward"] for s in spans[C]] for C in chunks})
+    for C in chunks:
+        case = f"4 ranks in 2 nodes, {ns_per_byte:.0f} ns/byte, D {D}, {C} chunks"
+        yield record(case, "forward", unit="ms", **times.against(str(C), "1") | {"against": "1 chunk"})
+        yield record(case, "forward, expected", unit="ms", value=1e3 * statistics.median(expected[C]))
+
+
+def chunked_on_rank(chunks: list[int], ns_per_byte: float, D: int, tokens: int, repetitions: int) -> tuple[dict, dict]:
+    """({C: seconds of the parts}, {C: expected seconds of forward}), by repetition."""
+    rank = dist.get_rank()
+    common = {"num_experts": E, "top_k": K, "alignment": ALIGNMENT, "ep_group": dist.group.WORLD}
+    dispatchers = {C: make_dispatcher("dedup", ranks_per_node=PER_NODE, hop_chunks=C, **common) for C in chunks}
+    in_flight.seconds_per_byte = ns_per_byte * 1e-9
     generator = torch.Generator().manual_seed(100 + rank)
-    order = random.Random(0)  # the same on all ranks
-    T = args.tokens
-    for D in args.widths:
-        x_TD = torch.randn(T, D, generator=generator).bfloat16().requires_grad_()
-        grad_TD = torch.randn(T, D, generator=generator).bfloat16()
-        w_TK = torch.rand(T, K, generator=generator).requires_grad_()
-        times: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-        sent = {name: torch.zeros(2, dtype=torch.float64) for name in VARIANTS}
-        for repetition in range(-2, args.repetitions):
-            for name in order.sample(VARIANTS, len(VARIANTS)):
-                counter.payload = counter.metadata = 0
-                spans = measure(dispatchers[name], route(T, generator), x_TD, w_TK, grad_TD)
-                if repetition >= 0:
-                    times[name].append(spans)
-                    sent[name] += torch.tensor([counter.payload, counter.metadata], dtype=torch.float64)
-        for total in sent.values():
-            dist.all_reduce(total)
-        if rank == 0:
-            report(ranks, D, times, {name: total / (args.repetitions * ranks * T) for name, total in sent.items()})
-    dist.destroy_process_group()
+    x_TD = torch.randn(tokens, D, generator=generator).bfloat16().requires_grad_()
+    grad_TD = torch.randn(tokens, D, generator=generator).bfloat16()
+    w_TK = torch.rand(tokens, K, generator=generator).requires_grad_()
+    spans: dict[int, list] = {C: [] for C in chunks}
+    expected: dict[int, list] = {C: [] for C in chunks}
+
+    def prepare(C: int):
+        ids_TK = route(tokens, generator)
+        hops = received_seconds(dispatchers[C].plan(ids_TK), rank, 2 * D)
+        forward = torch.tensor(sum(max(two) + min(two) / C for two in (hops[:2], hops[2:])))
+        dist.all_reduce(forward, dist.ReduceOp.MAX)
+        expected[C].append(forward.item())
+        return lambda: spans[C].append(one_pass(dispatchers[C], ids_TK, x_TD, w_TK, grad_TD)[0])
+
+    interleaved({str(C): (lambda C=C: prepare(C)) for C in chunks}, repetitions, warm_up=1)
+    return {C: s[1:] for C, s in spans.items()}, {C: e[1:] for C, e in expected.items()}
 
 
-def report(ranks: int, D: int, times, bytes_per_token) -> None:
-    parts = ("plan", "forward", "forward+backward")
-    medians = {
-        name: {part: statistics.median(spans[part] for spans in all_spans) for part in parts}
-        for name, all_spans in times.items()
-    }
-    print(f"\n{ranks} ranks, D {D}, bf16")
-    for name in VARIANTS:
-        # Forward and backward exchange rows twice each: dispatch and combine, and their transposes.
-        payload, metadata = (bytes_per_token[name] / torch.tensor([4, 1])).tolist()
-        milliseconds = ", ".join(f"{part} {medians[name][part]:7.2f} ms" for part in parts)
-        print(f"  {name:9}{milliseconds}; per token {payload:7.1f} B of rows each way, {metadata:5.1f} B of metadata")
-    drawn, formula = unique_ranks(ranks)
-    expected = drawn * (ranks - 1) / ranks * D * 2
-    payload = bytes_per_token["dedup"][0].item() / 4
-    print(
-        f"  dedup payload is {payload / expected - 1:+.2%} from U (R-1)/R x {2 * D} B = {expected:.1f} B with "
-        f"U = {drawn:.3f} (groups picked at random: {formula:.3f})"
-    )
-    for part in parts[1:]:
-        base, ours = medians["alltoall"], medians["dedup"]
-        with_plan = (base[part] + base["plan"]) / (ours[part] + ours["plan"])
-        pairs = sorted(a[part] / d[part] for a, d in zip(times["alltoall"], times["dedup"]))
-        print(
-            f"  alltoall / dedup, {part}: {base[part] / ours[part]:.2f}x (quartiles of the repetitions "
-            f"{pairs[len(pairs) // 4]:.2f} - {pairs[-1 - len(pairs) // 4]:.2f}); with the plan {with_plan:.2f}x"
-        )
+def received_seconds(plan, me: int, row_bytes: int) -> list[float]:
+    """Of each hop of dispatch, and of combine, which brings no weights: [2 hops of 2]."""
 
+    def others(splits: list[int]) -> int:
+        return sum(splits) - splits[me]
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="alltoall against dedup on gloo")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--widths", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of each rank")
-    parser.add_argument("--repetitions", type=int, default=15)
-    args = parser.parse_args()
-    print(
-        f"E {E}, K {K}, {GROUPS} groups of which {KEPT_GROUPS} kept, {args.tokens} tokens per rank, 1 thread per rank"
-    )
-    for ranks in args.ranks:
-        with socket.socket() as s:
-            s.bind(("localhost", 0))
-            port = s.getsockname()[1]
-        torch.multiprocessing.start_processes(run, (ranks, port, args), nprocs=ranks, start_method="spawn")
-
-
-if __name__ == "__main__":
-    main()
+    found = [0.0] * 4
+    for i, hop in enumerate(plan.hops):
+        found[i % 2] += others(hop.row_splits[0]) * row_bytes + others(hop.copy_splits[0]) * 4
+        found[2 + i % 2] += others(hop.row_splits[1]) * row_bytes
+    return [size * in_flight.seconds_per_byte for size in found]

@@ -1,34 +1,33 @@
-"""Kernels and bytes of SwiGLU with its quantization to MXFP8, as steps of torch and as one Triton kernel: a table.
-
-    python benchmarks/fused_quantize.py [--rows 4096] [--hidden 2048] [--device cpu]
+"""Kernels and bytes of SwiGLU with its quantization to MXFP8, as steps of torch and as one Triton kernel.
 
 What is counted is what the emulated backend does between the two GEMMs of its experts: gate and up, [R, 2F] in bf16, to
 h, [R, F], as MXFP8 stands for it in bf16; and what it does to any operand, x [R, F] to the same, and to the tensor that
 is stored, with blocks along the rows. For each operation that torch runs (views apart) the bytes are those of all
-tensors that go in and come out; each is a kernel on a GPU. The Triton kernel's are what it loads and stores. On a GPU
-the median time is there too, which a CPU, where the kernel only runs in Triton's interpreter, has nothing to say about.
+tensors that go in and come out; each is a kernel on a GPU. The Triton kernel's are what it loads and stores. On a CPU
+the kernel runs in Triton's interpreter, whose time says nothing.
+
+Run as a script it prints its counts, with the interpreter on, which has to be so before triton is imported.
 
 Shape letters: R rows of the padded slabs, F expert hidden width.
 """
 
-import argparse
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-if not any(word.endswith("cuda") for word in sys.argv):
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read as Triton is imported
-import titan_moe.runtime  # noqa: F401  isort: skip - before torchtitan: it tells torchtitan about CPUs
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+import titan_moe.runtime  # noqa: F401
 
 import torch
-from gpu_experts import milliseconds
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.harness import ROOT
 from titan_moe.moe import experts
 from titan_moe.precision import quantize, triton_quantize
 from titan_moe.precision.triton_quantize import BLOCK, FORMAT
@@ -89,28 +88,15 @@ def cases(R: int, F: int, device: str) -> dict[str, tuple[Callable[[], Any], Cal
     }
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--device", default="cpu")
-    chosen = parser.parse_args(arguments)
-    R, F = chosen.rows, chosen.hidden
-    print(f"[R, F] = [{R:,}, {F:,}]; bytes per number of [R, F]")
-    print("| what | kernels | bytes | with Triton: kernels | bytes | ms | with Triton: ms |")
-    print("|---|---|---|---|---|---|---|")
-    for name, (by_torch, by_kernel, moved) in cases(R, F, chosen.device).items():
-        with Count() as count:
-            expected = by_torch()
-        found, launches = watched(by_kernel)
-        assert moved_by(launches) == moved, "the formula and the tensors differ"
-        if isinstance(found, Tensor):
-            assert (found != expected).double().mean() < 1e-3
-        times = ["", ""]
-        if chosen.device == "cuda":
-            times = [f"{milliseconds(run, 'cuda'):.3f}" for run in (by_torch, by_kernel)]
-        each = [f"{size / (R * F):.1f}" for size in (count.moved, moved)]
-        print(f"| {name} | {count.kernels} | {each[0]} | {len(launches)} | {each[1]} | {' | '.join(times)} |")
+def counts(by_torch: Callable[[], Any], by_kernel: Callable[[], Any], moved: int) -> dict[str, tuple[int, int]]:
+    """(kernels, bytes) by torch and with Triton, whose results agree."""
+    with Count() as count:
+        expected = by_torch()
+    found, launches = watched(by_kernel)
+    assert moved_by(launches) == moved, "the formula and the tensors differ"
+    if isinstance(found, Tensor):
+        assert (found != expected).double().mean() < 1e-3
+    return {"torch": (count.kernels, count.moved), "Triton": (len(launches), moved)}
 
 
 def watched(run: Callable[[], Any]) -> tuple[Any, list[tuple]]:
@@ -139,5 +125,14 @@ def moved_by(launches: list[tuple]) -> int:
     return total
 
 
+def counts_apart(R: int, F: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """By case what `counts` finds, on a CPU, in a process in which triton interprets."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.fused_quantize", str(R), str(F)],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print(json.dumps({name: counts(*case) for name, case in cases(*map(int, sys.argv[1:]), "cpu").items()}))

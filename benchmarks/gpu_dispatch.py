@@ -1,6 +1,6 @@
-"""Every dispatcher between the GPUs of a machine, at the widths of 671B: a markdown table for scripts/gpu_check.sh.
+"""Every dispatcher between the GPUs of a machine, at the widths of 671B. The `gpu` suite runs it:
 
-    torchrun --nproc_per_node N benchmarks/gpu_dispatch.py [--tokens 4096] [--width 7168]
+    torchrun --nproc_per_node N benchmarks/gpu_dispatch.py --json FILE [--tokens 4096] [--width 7168]
 
 All ranks are one expert-parallel group. Plan, dispatch and combine, forward and backward, in bf16, on random routing,
 with the identity for experts. The time is the slowest rank's median wall time. The bytes are what must leave that rank:
@@ -20,8 +20,9 @@ from titan_moe.runtime import DEVICE_TYPE  # isort: skip - before torchtitan: it
 
 import torch
 import torch.distributed as dist
-from gpu_experts import ALIGNMENT, milliseconds
 
+from benchmarks import harness, roofline
+from benchmarks.harness import Record, interleaved
 from titan_moe.flavors import FLAVORS
 from titan_moe.moe import layout
 from titan_moe.moe.dispatch import Dispatcher, make_dispatcher
@@ -34,10 +35,11 @@ VARIANTS = {
     "te_ep, static": ("te_ep", "worst_case"),
 }
 E, K = FLAVORS["671B"].num_experts, FLAVORS["671B"].top_k
+ALIGNMENT, REPETITIONS = 128, 10
 
 
 def measure(dispatcher: Dispatcher, tokens: int, width: int) -> tuple[float, float]:
-    """(milliseconds, bytes) of this rank."""
+    """(seconds, bytes) of this rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator(DEVICE_TYPE).manual_seed(rank)
     scores_TE = torch.rand(tokens, E, generator=generator, device=DEVICE_TYPE)
@@ -55,22 +57,22 @@ def measure(dispatcher: Dispatcher, tokens: int, width: int) -> tuple[float, flo
 
     goes_TP = layout.destinations(ids_TK // (E // ranks), ranks)
     goes_TP[:, rank] = False
-    return milliseconds(step, DEVICE_TYPE), 4 * int(goes_TP.sum()) * width * x_TD.element_size()
+    times = interleaved({"step": lambda: step}, REPETITIONS, wait=lambda: roofline.synchronize(DEVICE_TYPE))
+    return times.median("step"), 4 * int(goes_TP.sum()) * width * x_TD.element_size()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="dispatchers, forward and backward")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--width", type=int, default=FLAVORS["671B"].dim)
+    parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     if DEVICE_TYPE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
-    say = print if dist.get_rank() == 0 else lambda *_, **__: None
-    say(
-        f"\n| dispatcher, {dist.get_world_size()} ranks | forward + backward, ms | GB/s leaving a rank |\n|---|---|---|"
-    )
+    records = []
     for label, (name, recv_buffer) in VARIANTS.items():
+        case = f"{label}, {dist.get_world_size()} ranks, {args.tokens} tokens each, D {args.width}"
         arguments = {"dim": args.width, "max_tokens": args.tokens} if name == "te_ep" else {}
         try:
             dispatcher = make_dispatcher(
@@ -83,14 +85,20 @@ def main() -> None:
                 **arguments,
             )
         except ValueError as refusal:  # alike on all ranks: it is about the machine
-            say(f"| {label} | not here: {refusal} | |")
+            if dist.get_rank() == 0:
+                print(f"not here: {case}: {refusal}", flush=True)
             continue
         figures = torch.tensor(measure(dispatcher, args.tokens, args.width), device=DEVICE_TYPE)
         dist.all_reduce(figures, dist.ReduceOp.MAX)
         spent, sent = figures.tolist()
-        say(f"| {label} | {spent:.2f} | {sent / spent / 1e6:.1f} |", flush=True)
+        records += [
+            Record(suite="gpu", case=case, metric="forward + backward", value=1e3 * spent, unit="ms"),
+            Record(suite="gpu", case=case, metric="leaving a rank", value=sent / spent / 1e9, unit="GB/s"),
+        ]
         if name == "te_ep":
             finalize()
+    if dist.get_rank() == 0:
+        harness.write(args.json, [(record, {}) for record in records])
     dist.destroy_process_group()
 
 

@@ -1,7 +1,5 @@
 """What Python costs in one pass through a MoE layer, forward and backward.
 
-    python benchmarks/host_overhead.py [--passes 200] [--json FILE]
-
 On a GPU the host launches kernels and runs ahead of them; where it cannot, because kernels are short, the device waits
 for Python, and this is the time that it waits for. Here the layer is so small (16 tokens of 32 numbers) that hardly
 anything else is left of a pass on a CPU. Per pass:
@@ -16,16 +14,12 @@ dispatcher's plan alone, without backward. Experts by the code that a GPU runs.
 Shape letters: T tokens, D model width, F expert hidden width, K top-k, E experts.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import titan_moe.runtime  # noqa: F401  isort: skip - before torchtitan: it tells torchtitan about CPUs
+import titan_moe.runtime  # noqa: F401
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -120,28 +114,13 @@ def fastest(run: Callable[[], object], repeats: int) -> float:
 
 
 def measure(repeats: int) -> dict[str, dict[str, float]]:
-    found = {}
+    """By pass: "calls", "aten ops", "us"."""
+    found, threads = {}, torch.get_num_threads()
+    torch.set_num_threads(1)
     with mock.patch.object(experts, "_PiecewiseGemm", experts._GroupedGemm):
         for name, run in passes().items():
             for _ in range(5):  # what is made once
                 run()
             found[name] = {"calls": python_calls(run), "aten ops": aten_ops(run), "us": fastest(run, repeats)}
+    torch.set_num_threads(threads)
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passes", type=int, default=200)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    found = measure(args.passes)
-    print("| pass | Python calls | aten ops | us |\n|---|---|---|---|")
-    for name, numbers in found.items():
-        print(f"| {name} | {numbers['calls']:.0f} | {numbers['aten ops']:.0f} | {numbers['us']:.0f} |")
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,37 +1,30 @@
-"""What activation offload frees, moves and costs: bytes that one layer keeps on the device for backward, and time.
+"""Activation checkpointing and offload: bytes that one layer keeps on the device for backward, and time.
 
-    python benchmarks/offload.py [--flavors 671B 16B debugmodel] [--tokens 4096] [--repetitions 11] [--json FILE]
+Bytes: a block's forward in bf16 on a fake GPU (recompute.py says how), so that layers of any size fit; of offload host
+memory is not counted. They are set against a block that neither recomputes nor offloads. "by shapes" and "moves" are
+what titan_moe/recompute_facts.py and offload_check.py compute without running anything, and what the start-up report
+prints. Latent attention's values are a view of keys and values together, so that they free more than is moved. One
+expert-parallel rank, which keeps no expert input; "kept" counts a block's input.
 
-Bytes: as in benchmarks/recompute.py, a block's forward in bf16 on a fake GPU with a stand-in for a fused attention
-kernel; host memory is not counted. "moves" is what titan_moe/offload_check.py computes without running anything; it is
-what the start-up report prints. Latent attention's values are a view of keys and values together, so that they free
-more than is moved. One expert-parallel rank, which keeps no expert input.
-
-Time: forward and backward of a model of four layers on this machine's CPU, in fp32, with nothing recomputed; expert
-inputs kept as between ranks. Host memory is the same memory there, so that nothing is gained and each copy costs: the
-numbers say what the bookkeeping and the copies take, not what a GPU would. All choices run in each repetition, in
-random order, on the same weights and tokens; the ratio is the median over repetitions of a choice's time over that of
-"none". Gradients are compared bit by bit with those of "none".
+Time: forward and backward on this machine's CPU in fp32, of one MoE block with a choice of recompute, and of four
+layers with a choice of offload, expert inputs kept as between ranks. Host memory is the same memory there, so that
+nothing is gained and each copy costs: the numbers say what bookkeeping and copies take, not what a GPU would. Offloaded
+gradients must equal, bit for bit, those without.
 
 Shape letters: T tokens, D model width.
 """
 
-import argparse
-import json
-import random
-import statistics
-import sys
-import time
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import titan_moe.runtime  # noqa: F401  isort: skip - before torchtitan: it tells torchtitan about CPUs
+import titan_moe.runtime  # noqa: F401
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.recompute import Allocations, FusedAttention, checkpointed, show_bytes
+from benchmarks import recompute
+from benchmarks.harness import Options, Record, Times, interleaved, versus
+from benchmarks.recompute import Allocations, FusedAttention, checkpointed
 from titan_moe import config_file
 from titan_moe.attention import documents
 from titan_moe.config import Config
@@ -41,6 +34,8 @@ from titan_moe.offload import Offloader
 from titan_moe.offload_blocks import attach
 from titan_moe.offload_check import offloaded_bytes
 
+SUITE = "offload"
+MIB = 2**20
 ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_out")
 CHOICES: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -81,9 +76,10 @@ def kept_bytes(config: Config, tokens: int, *, moe: bool) -> int:
         return allocated.alive() - y_BLD.untyped_storage().nbytes() - offloader.pool.allocated
 
 
-def byte_table(flavor: str, tokens: int) -> list[dict]:
+def byte_table(flavor: str, tokens: int, choices: Iterable[str] = tuple(CHOICES)) -> list[dict]:
     rows: list[dict] = []
-    for name, tensors in CHOICES.items():
+    for name in choices:
+        tensors = CHOICES[name]
         row: dict = {"flavor": flavor, "tokens": tokens, "choice": name}
         config = config_file.load(
             [
@@ -99,10 +95,11 @@ def byte_table(flavor: str, tokens: int) -> list[dict]:
     return rows
 
 
-def time_table(repetitions: int, tokens: int = 512) -> list[dict]:
+def time_table(tokens: int, repetitions: int, budget_s: float, choices: Iterable[str]) -> tuple[Times, dict[str, int]]:
+    """Forward and backward of four layers, by choice; and bytes that each moves."""
     models, offloaders, gradients = {}, {}, {}
-    choices = {**CHOICES, "all six": (*CHOICES["all five"], "moe_expert_input")}
-    for name, tensors in choices.items():
+    for name in (*choices, "all six"):
+        tensors = (*CHOICES["all five"], "moe_expert_input") if name == "all six" else CHOICES[name]
         config = config_file.load([*FOUR_LAYERS, f"--training.seq_len={tokens}"])
         model = build_model(config).to_empty(device="cpu").train()
         init_weights(model, seed=0)
@@ -116,62 +113,57 @@ def time_table(repetitions: int, tokens: int = 512) -> list[dict]:
         models[name] = model
     positions_BL = torch.arange(tokens)[None]
     masks = documents(positions_BL)
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for repetition in range(repetitions + 1):  # the first warms up
-        tokens_BL = torch.randint(0, 250, (1, tokens))
-        for name in random.sample(list(models), len(models)):
-            model = models[name]
-            model.zero_grad(set_to_none=True)
-            offloaders[name].statistics()
-            start = time.perf_counter()
-            model(tokens_BL, positions_BL, masks).square().mean().backward()
-            if repetition:
-                times[name].append(time.perf_counter() - start)
-            gradients[name] = [p.grad for p in model.parameters() if p.grad is not None]
-    rows = []
-    for name, found in times.items():
-        told = offloaders[name].statistics()
-        wait = told.pop("wait_s")
-        rows.append(
-            {
-                "choice": name,
-                "ms": statistics.median(found) * 1e3,
-                "ratio": statistics.median(t / base for t, base in zip(found, times["none"])),
-                "moved": sum(told.values()),
-                "host": offloaders[name].pool.allocated,
-                "wait_ms": wait * 1e3,
-                "equal": all(map(torch.equal, gradients[name], gradients["none"])),
-            }
-        )
-    return rows
+    tokens_BL = torch.randint(0, 250, (1, tokens))
+
+    def prepare(name: str) -> Callable[[], object]:
+        models[name].zero_grad(set_to_none=True)
+        offloaders[name].statistics()
+        return lambda: models[name](tokens_BL, positions_BL, masks).square().mean().backward()
+
+    times = interleaved(
+        {name: (lambda name=name: prepare(name)) for name in models}, repetitions, warm_up=1, budget_s=budget_s
+    )
+    for name, model in models.items():
+        gradients[name] = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(map(torch.equal, gradients[name], gradients["none"])), f"offloading {name} changes gradients"
+    moved = {}
+    for name, offloader in offloaders.items():
+        told = offloader.statistics()
+        moved[name] = sum(value for key, value in told.items() if key != "wait_s")
+    return times, moved
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--flavors", nargs="*", default=["671B", "16B", "debugmodel"])
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--repetitions", type=int, default=11)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    results: dict[str, list[dict]] = {"bytes": [], "time": []}
-    for flavor in args.flavors:
-        print(f"\n{flavor}, {args.tokens} tokens, bf16; MiB kept on the device per layer, freed, and moved")
-        results["bytes"] += (rows := byte_table(flavor, args.tokens))
-        show_bytes(rows, "frees", "moves")
-    if args.repetitions:
-        print("\nfour layers of the debug model, 512 tokens, fp32, forward + backward on this CPU")
-        print(f"{'':18}{'time':>9}{'ratio':>8}{'MiB moved':>11}{'MiB on host':>13}{'ms waited':>11}  gradients")
-        for row in time_table(args.repetitions):
-            results["time"].append(row)
-            print(
-                f"{row['choice']:18}{row['ms']:6.1f} ms{row['ratio']:8.2f}{row['moved'] / 2**20:11.1f}"
-                f"{row['host'] / 2**20:13.1f}{row['wait_ms']:11.1f}  {'equal' if row['equal'] else 'DIFFER'}"
-            )
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+def record(case: str, metric: str, **fields) -> Record:
+    return Record(suite=SUITE, case=case, metric=metric, **fields)
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    random.seed(0)
-    main()
+def measure(options: Options) -> Iterator[Record]:
+    tokens = options.pick(256, 4096, 4096)
+    recomputes = options.pick(["none", "norms"], list(recompute.CHOICES), list(recompute.CHOICES))
+    offloads = options.pick(["none", "all five"], list(CHOICES), list(CHOICES))
+    for flavor in options.pick(["debugmodel"], ["671B"], ["671B", "16B", "debugmodel"]):
+        for what, rows, told in (
+            ("recompute", recompute.byte_table(flavor, tokens, recomputes), "shapes"),
+            ("offload", byte_table(flavor, tokens, offloads), "moves"),
+        ):
+            yield from bytes_of(f"{flavor}, {tokens} tokens, {what}", rows, told)
+    repetitions, budget_s = options.pick((2, 1.0), (9, 5.0), (31, 60.0))
+    for size in options.pick(["smallest"], ["debug", "wide"], ["debug", "wide"]):
+        times = recompute.time_table(size, repetitions, budget_s, recomputes)
+        for name in times.seconds:
+            yield record(f"{size} block, recompute {name}", "time", unit="ms", **times.against(name, "none"))
+    times, moved = time_table(options.pick(64, 512, 512), repetitions, budget_s, offloads)
+    for name in times.seconds:
+        yield record(f"four layers, offload {name}", "time", unit="ms", **times.against(name, "none"))
+        yield record(f"four layers, offload {name}", "moved", value=moved[name] / MIB, unit="MiB")
+
+
+def bytes_of(case: str, rows: list[dict], told: str) -> Iterator[Record]:
+    """What each choice keeps, against the first."""
+    for row in rows:
+        for kind in ("MoE", "dense"):
+            kept = versus(row[kind] / MIB, rows[0][kind] / MIB) | {"against": rows[0]["choice"]}
+            yield record(f"{case} {row['choice']}", f"{kind} layer keeps", value=row[kind] / MIB, unit="MiB", **kept)
+            if row[f"{kind} {told}"]:
+                metric = f"{kind} layer {'saves by shapes' if told == 'shapes' else 'moves'}"
+                yield record(f"{case} {row['choice']}", metric, value=row[f"{kind} {told}"] / MIB, unit="MiB")

@@ -1,66 +1,123 @@
-"""What moe.overlap hides: one process per rank on this machine, gloo, and links that are made slow.
+"""What is hidden behind computation: moe.overlap, FSDP beside expert parallelism, and the planner's exposed seconds.
 
-    python benchmarks/overlap.py [--ranks 2] [--delays 0 10 500] [--steps 3] [--trace FILE] [--json FILE]
-                                 [--section.key=value ...]
+One process per rank on this machine, gloo, and links that are made slow; between processes that share cores there is
+nothing to wait for otherwise. Ranks wait for each other, so where the machine has other things to do the exposed time
+without a delay is that of whoever is late.
 
-For each delay (debug.comm_delay_ns_per_byte) and each moe.overlap: the step, how long transfers of dispatch and combine
-were in flight, how long this rank stood still for them, and the share that was hidden, forward and backward; medians
-over steps, of rank 0. Ranks wait for each other, so on a machine that has other things to do the exposed time without a
-delay is that of whoever is late.
-
+moe.overlap: for each delay (debug.comm_delay_ns_per_byte) the step, and the share of the seconds that transfers of
+dispatch and combine were in flight in which this rank did not stand still for them; medians over steps, rank 0.
 "under shared" is the share of the shared expert's own time, forward and backward, in which a transfer was under way.
 
---trace writes the last step's intervals, one JSON object a line: {"mode", "delay", "name", "start", "end"} in seconds
-from the step's start. Names are transfers ("dispatch", "combine backward", ...: from issue to arrival), waits for them
-("wait dispatch", ...) and the shared expert.
+FSDP: the share of its seconds in flight in which expert-parallel traffic was under way too, and the reverse, of a step
+whose transfers, one after the other, take twice as long as the step without.
+
+Planner: it gets a measured link and the measured times of attention, router, experts and shared expert in a run without
+overlap; bytes, and what hides what, are its own. Against it stand the seconds that ranks stood still in a step.
+
+FSDP's settings (full only): when gathered parameters are freed, and how far ahead the next are gathered. On two
+processes nothing is hidden: what a setting costs.
+
+--traces FOLDER leaves there overlap.jsonl, with one interval of each last step a line, and networks.json, which opens
+in https://ui.perfetto.dev.
 """
 
-import argparse
 import json
 import statistics
-import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.distributed import overlap_ranks
+import titan_moe.runtime  # noqa: F401
+
+from benchmarks.harness import Options, Record, versus
+from tests.distributed import overlap_measured, overlap_ranks, traced
+from tests.distributed.harness import Case, run_cases
 from tests.faults.checkpoint_run import Job
+from titan_moe.timeline import common, length, write_chrome_trace
 
+SUITE = "overlap"
 WIDTHS = {"forward": ("dispatch", "combine"), "backward": ("dispatch backward", "combine backward")}
+NETWORKS = ["--parallelism.expert_parallel_degree=2", "--moe.force_balance=balanced_random", "--model.n_layers=5"]
+SLOWNESS = 2.0
+FSDP_MODEL = [
+    *("--model.dim=512", "--model.n_layers=6", "--model.moe_hidden_dim=512", "--model.dense_hidden_dim=1536"),
+    *("--model.q_lora_rank=128", "--model.kv_lora_rank=128", "--model.n_heads=4"),
+    *("--training.seq_len=256", "--training.local_batch_size=1"),
+    *("--training.global_batch_size=-1", "--validation.enable=false", "--parallelism.expert_parallel_degree=2"),
+]
+FSDP_SETTINGS = {
+    f"reshard {reshard}, prefetch {prefetch}": [
+        f"--parallelism.fsdp_reshard_after_forward={reshard}",
+        f"--parallelism.fsdp_prefetch_layers={prefetch}",
+    ]
+    for reshard in ("default", "never")
+    for prefetch in (1, 2, 3)
+}
+FSDP_DEFAULT = "reshard default, prefetch 1"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 10.0, 500.0])
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--json", type=Path)
-    args, more = parser.parse_known_args()
-    base = [*overlap_ranks.SMALL, *overlap_ranks.LAYER, f"--parallelism.expert_parallel_degree={args.ranks}", *more]
-    rows, traced = [], []
-    print(f"{'delay':>6} {'overlap':<14} {'step':>7} | {'in flight':>9} {'exposed':>8} {'hidden':>7} | backward |")
-    for delay in args.delays:
-        for mode in overlap_ranks.MODES:
+def measure(options: Options) -> Iterator[Record]:
+    modes = options.pick(["none", "shared_expert"], overlap_ranks.MODES, overlap_ranks.MODES)
+    delays = options.pick([10.0], [10.0], [0.0, 10.0, 500.0])
+    yield from by_mode(2, modes, delays, options.pick(1, 3, 7), options)
+    if options.size != "smallest":
+        for ranks in options.pick([], [2], [2, 4]):
+            yield from networks(ranks, options.traces)
+            yield from prediction(ranks, options.pick(1, 3, 7))
+    if options.size == "full":
+        yield from fsdp_settings(ranks=2, steps=12, repetitions=3)
+
+
+def record(case: str, metric: str, **fields) -> Record:
+    return Record(suite=SUITE, case=case, metric=metric, **fields)
+
+
+def heard(job_of: Any, *arguments: Any, world_size: int, answers: int = 1) -> list[list[Any]]:
+    """What each rank of a job told, answer by answer."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder) / "store", job_of, *arguments, world_size=world_size)
+        try:
+            found = [job.hear() for _ in range(answers)]
+        except BaseException:
+            job.kill()
+            raise
+        job.end()
+    for answer in found:
+        if isinstance(answer[0], str):  # a ValueError that ended it
+            raise ValueError(answer[0])
+    return found
+
+
+def by_mode(ranks: int, modes, delays: list[float], steps: int, options: Options) -> Iterator[Record]:
+    base = [*overlap_ranks.SMALL, *overlap_ranks.LAYER, f"--parallelism.expert_parallel_degree={ranks}"]
+    base += options.more
+    intervals: list[dict] = []
+    for delay in delays:
+        found = {}
+        for mode in modes:
             argv = [*base, f"--moe.overlap={mode}", f"--debug.comm_delay_ns_per_byte={delay}"]
-            with tempfile.TemporaryDirectory() as folder:
-                job = Job(Path(folder) / "store", overlap_ranks.measure, argv, args.steps, world_size=args.ranks)
-                answer = job.hear()[0]
-                job.end()
-            if not isinstance(answer, list):
-                raise SystemExit(answer)
-            rows.append(row(mode, delay, answer))
-            show(rows[-1])
-            traced += [{"mode": mode, "delay": delay, **interval} for interval in answer[-1]["intervals"]]
-    if args.trace:
-        args.trace.write_text("".join(json.dumps(interval) + "\n" for interval in traced))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+            told = heard(overlap_ranks.measure, argv, steps, world_size=ranks)[0][0]
+            found[mode] = medians(told)
+            intervals += [{"mode": mode, "delay": delay, **interval} for interval in told[-1]["intervals"]]
+        for mode, row in found.items():
+            case = f"{ranks} ranks, {delay:.0f} ns/byte, overlap {mode}"
+            step = versus(1e3 * row["step"], 1e3 * found["none"]["step"]) | {"against": "none"}
+            yield record(case, "step", value=1e3 * row["step"], unit="ms", **step)
+            for side in WIDTHS:
+                yield record(case, f"{side}, in flight", value=1e3 * row[f"{side} in_flight"], unit="ms")
+                yield record(case, f"{side}, hidden", value=100 * row[f"{side} hidden"], unit="%")
+            yield record(case, "under shared", value=100 * row["under shared"], unit="%")
+    if options.traces:
+        options.traces.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(interval) + "\n" for interval in intervals)
+        (options.traces / "overlap.jsonl").write_text(lines, encoding="utf-8")
 
 
-def row(mode: str, delay: float, steps: list[dict]) -> dict:
-    """The medians of one line of the table; seconds."""
-    found: dict = {"mode": mode, "delay": delay, "step": statistics.median(step["seconds"] for step in steps)}
+def medians(steps: list[dict]) -> dict[str, float]:
+    """Over steps; seconds and shares."""
+    found = {"step": statistics.median(step["seconds"] for step in steps)}
     for side, names in WIDTHS.items():
         for what in ("in_flight", "exposed"):
             found[f"{side} {what}"] = statistics.median(
@@ -71,13 +128,46 @@ def row(mode: str, delay: float, steps: list[dict]) -> dict:
     return found
 
 
-def show(found: dict) -> None:
-    line = f"{found['delay']:>6.0f} {found['mode']:<14} {found['step']:>6.2f}s |"
-    for side in WIDTHS:
-        ms = [f"{1e3 * found[f'{side} {what}']:>7.0f}ms" for what in ("in_flight", "exposed")]
-        line += f" {' '.join(ms)} {found[f'{side} hidden']:>6.0%} |"
-    print(line + f" under shared {found['under shared']:>4.0%}", flush=True)
+def networks(ranks: int, traces: Path | None) -> Iterator[Record]:
+    spans = heard(traced.traced_steps, NETWORKS, SLOWNESS, 1, world_size=ranks)[0]
+    for backward in (False, True):
+        case, shares = f"{ranks} ranks, {'backward' if backward else 'forward'}", []
+        for found in spans:
+            here = [span for span in found if span.backward == backward]
+            fsdp, ep = ([s.interval for s in here if s.lane == lane] for lane in ("FSDP", "expert parallel"))
+            both = length(common(fsdp, ep))
+            shares.append((100 * both / length(fsdp), 100 * both / length(ep)))
+        for i, name in enumerate(("FSDP beside expert parallel", "expert parallel beside FSDP")):
+            yield record(case, name, value=statistics.mean(share[i] for share in shares), unit="%")
+    if traces:
+        traces.mkdir(parents=True, exist_ok=True)
+        origin = min(span.start for found in spans for span in found)
+        moved = [[replace(s, start=s.start - origin, end=s.end - origin) for s in found] for found in spans]
+        write_chrome_trace(traces / "networks.json", dict(enumerate(moved)))
 
 
-if __name__ == "__main__":
-    main()
+def prediction(ranks: int, steps: int) -> Iterator[Record]:
+    modes = overlap_ranks.MODES
+    told = heard(overlap_measured.measure, 1.0, steps, world_size=ranks, answers=len(modes))
+    for answers in told:
+        predicted, seen = (1e3 * statistics.mean(answer[i] for answer in answers) for i in (1, 2))
+        case = f"{ranks} ranks, overlap {answers[0][0]}"
+        yield record(case, "exposed, traced", value=seen, unit="ms")
+        yield record(case, "exposed, planner / traced", value=predicted / seen)
+
+
+def fsdp_settings(ranks: int, steps: int, repetitions: int) -> Iterator[Record]:
+    speeds: dict[str, list[float]] = {name: [] for name in FSDP_SETTINGS}
+    memory: dict[str, float] = {}
+    for _ in range(repetitions):  # all settings in each, so that a slow minute hits all of them
+        cases = {n: Case([*FSDP_MODEL, *s, f"--training.steps={steps}"]) for n, s in FSDP_SETTINGS.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            for name, outcome in run_cases(ranks, cases, Path(folder) / "runs").items():
+                rows = list(outcome.metrics.values())
+                speeds[name].append(statistics.mean(row["tps"] for row in rows[2:]))
+                memory[name] = rows[-1]["memory_gib"]
+    found = {name: statistics.median(values) for name, values in speeds.items()}
+    for name, speed in found.items():
+        over = versus(speed, found[FSDP_DEFAULT], more_is_better=True) | {"against": "default"}
+        yield record(f"FSDP on {ranks} ranks, {name}", "speed of a rank", value=speed, unit="tokens/s", **over)
+        yield record(f"FSDP on {ranks} ranks, {name}", "peak of a process", value=memory[name], unit="GiB")

@@ -1,8 +1,5 @@
 """What activation checkpointing costs and saves: bytes that one block keeps for backward, and time.
 
-    python benchmarks/recompute.py [--flavors 671B 16B debugmodel] [--tokens 4096] [--sizes debug wide]
-                                   [--repetitions 11] [--json FILE]
-
 Bytes: a block's forward in bf16 on a fake GPU (torch's FakeTensorMode: every operation's shapes, no numbers), so that a
 layer of any size fits. Counted is all memory that an operation allocated and that is still held when forward is over,
 each storage once; parameters and the block's output are not counted, its input is. Attention is a stand-in that keeps
@@ -10,26 +7,16 @@ what every fused kernel does: q, k, v, its output and the log-sum-exp. One exper
 also keeps the rows received (moe.redispatch). "shapes" is what titan_moe/recompute_facts.py computes without running
 anything; it is what the start-up report prints.
 
-Time: forward and backward of one MoE block on this machine's CPU, in fp32. All choices run in each repetition,
-in random order, each on tokens drawn for it alone; the ratio is the median over repetitions of a choice's time over
-that of "none".
+Time: forward and backward of one MoE block on this machine's CPU, in fp32. The `offload` suite shows both.
 
 Shape letters: T tokens, D model width.
 """
 
-import argparse
 import gc
-import json
-import random
-import statistics
-import sys
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import titan_moe.runtime  # noqa: F401  isort: skip - before torchtitan: it tells torchtitan about CPUs
+import titan_moe.runtime  # noqa: F401
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtitan.protocols.module import Module
 
+from benchmarks.harness import Times, interleaved
 from titan_moe import config_file
 from titan_moe.attention import documents
 from titan_moe.config import Config
@@ -59,6 +47,7 @@ CHOICES = {
 }
 TWO_LAYERS = ["train_configs/debug_model.toml", "--model.n_layers=2", "--model.n_dense_layers=1"]
 SIZES = {  # T and what replaces the debug model's sizes
+    "smallest": (64, []),
     "debug": (512, []),
     "wide": (
         512,
@@ -140,9 +129,10 @@ def kept_bytes(config: Config, tokens: int, *, moe: bool) -> int:
         return allocated.alive() - y_BLD.untyped_storage().nbytes()
 
 
-def byte_table(flavor: str, tokens: int) -> list[dict]:
+def byte_table(flavor: str, tokens: int, choices: Iterable[str] = tuple(CHOICES)) -> list[dict]:
     rows: list[dict] = []
-    for name, options in CHOICES.items():
+    for name in choices:
+        options = CHOICES[name]
         row: dict = {"flavor": flavor, "tokens": tokens, "choice": name}
         for kind, moe in {"MoE": True, "dense": False}.items():
             config = config_file.load(
@@ -156,74 +146,24 @@ def byte_table(flavor: str, tokens: int) -> list[dict]:
     return rows
 
 
-def show_bytes(rows: list[dict], *columns: str) -> None:
-    """In MiB, of an MoE and a dense layer: what each row says it keeps, and its number in each column."""
-    kinds, widths = ("MoE", "dense"), (10, 9, 9, 11, 9, 9)
-
-    def show(first: str, texts: list[str]) -> None:
-        print(f"{first:14}" + "".join(f"{text:>{width}}" for text, width in zip(texts, widths)))
-
-    show("", [head for kind in kinds for head in (kind, *columns)])
-    for row in rows:
-        numbers = [row[key] for kind in kinds for key in (kind, *(f"{kind} {column}" for column in columns))]
-        show(row["choice"], ["-" if number is None else f"{number / 2**20:,.1f}" for number in numbers])
-
-
-def time_table(size: str, repetitions: int) -> list[dict]:
+def time_table(size: str, repetitions: int, budget_s: float, choices: Iterable[str] = tuple(CHOICES)) -> Times:
+    """Forward and backward of one MoE block, by choice."""
     tokens, sizes = SIZES[size]
     blocks = {}
-    for name, options in CHOICES.items():
+    for name in choices:
+        options = CHOICES[name]
         config = config_file.load([*TWO_LAYERS, *sizes, f"--training.seq_len={tokens}", *options])
         block = model_config(config).layers[1].build()
         block.init_states()
         blocks[name] = checkpointed(block, config)
     positions_BL = torch.arange(tokens)[None]
-    masks = documents(positions_BL)
-    times: dict[str, list[float]] = {name: [] for name in blocks}
-    for repetition in range(repetitions + 1):  # the first warms up
-        for name in random.sample(list(blocks), len(blocks)):
-            block = blocks[name]
-            block.zero_grad(set_to_none=True)
-            x_BLD = torch.randn(1, tokens, model_flavor(config).dim, requires_grad=True)
-            grad_BLD = torch.randn_like(x_BLD)
-            start = time.perf_counter()
-            block(x_BLD, masks, positions_BL).backward(grad_BLD)
-            if repetition:
-                times[name].append(time.perf_counter() - start)
-    return [
-        {
-            "size": size,
-            "choice": name,
-            "ms": statistics.median(found) * 1e3,
-            "ratio": statistics.median(t / base for t, base in zip(found, times["none"])),
-        }
-        for name, found in times.items()
-    ]
+    masks, width = documents(positions_BL), model_flavor(config).dim
 
+    def prepare(block: nn.Module) -> Callable[[], object]:
+        block.zero_grad(set_to_none=True)
+        x_BLD = torch.randn(1, tokens, width, requires_grad=True)
+        grad_BLD = torch.randn_like(x_BLD)
+        return lambda: block(x_BLD, masks, positions_BL).backward(grad_BLD)
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--flavors", nargs="*", default=["671B", "16B", "debugmodel"])
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--repetitions", type=int, default=11)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    results: dict[str, list[dict]] = {"bytes": [], "time": []}
-    for flavor in args.flavors:
-        print(f"\n{flavor}, {args.tokens} tokens, bf16; MiB kept per layer, saved, and saved by shapes")
-        results["bytes"] += (rows := byte_table(flavor, args.tokens))
-        show_bytes(rows, "saves", "shapes")
-    for size in args.sizes:
-        print(f"\n{size}, {SIZES[size][0]} tokens, fp32, forward + backward of one MoE block on this CPU")
-        for row in time_table(size, args.repetitions):
-            results["time"].append(row)
-            print(f"{row['choice']:14}{row['ms']:9.1f} ms{row['ratio']:8.2f}")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    random.seed(0)
-    main()
+    variants = {name: (lambda block=block: prepare(block)) for name, block in blocks.items()}
+    return interleaved(variants, repetitions, warm_up=1, budget_s=budget_s)

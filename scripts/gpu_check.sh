@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # usage: scripts/gpu_check.sh REPORT.md
 #
-# Runs the tests that need GPUs, and times experts and dispatchers on the GPUs of this machine; the tables go to
-# REPORT.md too. Sized for 5 minutes, which no GPU has shown yet; the set-up before it builds Transformer Engine once,
-# 20 minutes on two cores.
+# Runs the tests that need GPUs, and the benchmarks' gpu suite; the tables go to REPORT.md too, the records to
+# benchmarks/results.json, of which benchmarks/run.py --docs makes docs/benchmarks.md. Sized for 5 minutes, which no GPU
+# has shown yet; the set-up before it builds Transformer Engine once, 20 minutes on two cores.
 set -euo pipefail
 
 [[ $# -eq 1 ]] || { sed -n '2s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
@@ -18,10 +18,6 @@ status=0
 {
     echo "# $gpus GPUs: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | sort -u)"
     "$python" -c "import torch; from titan_moe.moe import te; print(f'torch {torch.__version__}, {te.facts()}')"
-    "$python" benchmarks/gpu_experts.py
-    "$python" benchmarks/fused_quantize.py --rows 32768 --hidden 2048 --device cuda
-    if ((gpus > 1)); then
-        "$python" -m torch.distributed.run --standalone --nproc_per_node="$gpus" benchmarks/gpu_dispatch.py
-    fi
+    "$python" benchmarks/run.py --suite gpu --quick --json benchmarks/results.json
 } | tee "$report"
 exit $status

@@ -1,5 +1,5 @@
 """The planner's exposed expert-parallel seconds against those of a trace, between real gloo ranks. See
-overlap_measured.py; benchmarks/overlap_prediction.py prints the same numbers."""
+overlap_measured.py; benchmarks/overlap.py prints the same numbers."""
 
 import statistics
 

@@ -1,4 +1,4 @@
-"""What ranks of a forked job do for test_networks.py and benchmarks/networks.py: compare FSDP's collectives with
+"""What ranks of a forked job do for test_networks.py and benchmarks/overlap.py: compare FSDP's collectives with
 FSDP2's own, and note when every transfer of a step was under way."""
 
 from collections.abc import Callable

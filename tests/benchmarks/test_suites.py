@@ -1,0 +1,155 @@
+"""Every benchmark suite at its smallest, on a CPU: that it runs, and that its counts and comparisons are what they must
+be. Times of such sizes mean nothing, and are not looked at."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness, run
+from benchmarks.harness import Record
+
+Found = dict[str, list[Record]]
+
+
+def measured(folder: Path, suites: tuple[str, ...]) -> Found:
+    """All in one process: importing takes longer than most of them."""
+    script = Path(__file__).with_name("smallest.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder), *suites], cwd=harness.ROOT, env=environment, capture_output=True,
+        text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    errors = [path.read_text() for path in folder.glob("*.txt")]
+    assert not errors, "\n".join(errors)
+    return {suite: [r for r, _ in harness.read(folder / f"{suite}.json")] for suite in suites}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> Found:
+    return measured(tmp_path_factory.mktemp("suites"), (*run.SUITES, "baseline"))
+
+
+def of(records: list[Record], metric: str, case: str = "", against: str | None = None) -> list[Record]:
+    rows = [r for r in records if r.metric == metric and case in r.case and against in (None, r.against)]
+    assert rows, f"no {metric} of {case} against {against}"
+    return rows
+
+
+@pytest.mark.parametrize("suite", run.SUITES)
+def test_records(found, suite):
+    records = found[suite]
+    assert records and all(r.suite == suite and r.case and r.metric for r in records)
+    for r in records:
+        numbers = (r.value, r.baseline, r.ratio, r.low, r.high, r.roof)
+        assert all(number is None or math.isfinite(number) for number in numbers), r
+        assert (r.baseline is None) == (not r.against), r
+        assert r.ratio is None or r.baseline is not None, r
+        assert r.low is None or r.low <= r.high, r
+    keys = [(r.case, r.metric, r.against) for r in records]
+    assert len(set(keys)) == len(keys), "two rows of one name"
+    assert harness.table(records).count("\n") == len(records) + 1
+
+
+def test_layer(found):
+    records = found["layer"]
+    peers = {r.against for r in of(records, "forward + backward")}
+    assert peers == {"torchtitan", "plain loop", "transformers, eager", "transformers, grouped_mm"}
+    for r in of(records, "kept for backward"):
+        assert r.ratio > 1, "ours keeps more"
+    syncs = {r.against: r for r in of(records, "host syncs")}
+    assert syncs["torchtitan"].value == 0, "the code that a GPU runs"
+    assert syncs["plain loop"].baseline >= 4, "a `where` for each expert"
+    phases = {r.metric: r.value for r in records if r.case.endswith("phases")}
+    assert phases.keys() >= {"plan", "dispatch", "experts", "combine", "backward"}
+    (total,) = of(records, "launches", against="torchtitan")
+    assert total.value == sum(value for metric, value in phases.items() if metric.startswith("launches, "))
+
+
+def test_step(found):
+    records = found["step"]
+    gains = [r.ratio for r in records if "over the row above" in r.metric]
+    (whole,) = of(records, "whole step")
+    assert len(gains) == 3 and whole.unit == "tokens/s"
+    assert whole.value > 0 and whole.baseline > 0
+    phases = {r.metric for r in records if r.case.endswith("phases")}
+    assert {"attention", "experts"} <= phases
+
+
+def test_the_baseline_computes_what_we_do(found):
+    """Same data, same weights, same loss, but for roundings to bf16 in other places: at the first step, and after
+    updates, in which a missing gradient or another learning rate would show."""
+    losses = {case: [] for case in ("torchtitan", "+ attention", "+ MoE", "ours")}
+    for r in found["baseline"]:
+        losses[r.case].append(r.value)
+    assert losses["ours"][2] != losses["ours"][0]
+    for case, values in losses.items():
+        assert values == pytest.approx(losses["ours"], rel=3e-4), case
+
+
+def test_dispatch(found):
+    records = found["dispatch"]
+    (floor,) = of(records, "payload / floor")
+    assert 0.9 < floor.value < 1.1, "few tokens, but near"
+    (fixed,) = of(records, "rows each way", "dedup, worst case")
+    assert fixed.value == 1.0, "a row for the other rank's every token"
+    (copies,) = of(records, "rows each way", "2 ranks, D 16, alltoall, worst case")
+    assert copies.value == 8.0
+
+
+def test_data(found):
+    assert {r.case for r in found["data"]} >= {"bytes, text", "bytes, .jsonl", "bytes, .parquet", "bytes, token ids"}
+
+
+def test_checkpoint(found):
+    assert {r.against for r in of(found["checkpoint"], "blocked")} == {"torchtitan"}
+
+
+def test_precision(found):
+    errors = {r.case.partition(":")[0]: r.value for r in of(found["precision"], "error of the gradient")}
+    assert errors["bf16"] < 2 < errors["mxfp8"] < errors["nvfp4"] < 100, "per cent"
+
+
+def test_offload(found):
+    (all_five,) = of(found["offload"], "MoE layer keeps", "offload all five")
+    (moved,) = of(found["offload"], "MoE layer moves", "offload all five")
+    assert all_five.baseline - all_five.value >= moved.value > 0
+    (norms,) = of(found["offload"], "MoE layer keeps", "recompute norms")
+    assert norms.ratio > 1
+
+
+def test_overlap(found):
+    records = found["overlap"]
+    for r in of(records, "forward, hidden") + of(records, "backward, hidden"):
+        assert 0 <= r.value <= 100
+    assert {r.case for r in of(records, "step")} == {
+        f"2 ranks, 10 ns/byte, overlap {mode}" for mode in ("none", "shared_expert")
+    }
+
+
+def test_scaling(found):
+    records = found["scaling"]
+    assert any("region" in r.metric and r.target == "value <= 1.1" for r in records)
+    (metadata,) = of(records, "metadata of a rank, 2 ranks", "dedup")
+    assert metadata.value > 0
+
+
+def test_gpu_on_a_cpu(found):
+    records = found["gpu"]
+    cases = {r.case for r in records}
+    assert any(case.startswith("experts of debugmodel") and case.endswith("grouped_mm") for case in cases)
+    assert {"step, torchtitan", "step, ours", "step, ours, again", "step, mxfp8"} <= cases
+    assert "step, CUDA graph" not in cases, "a CPU has none"
+
+
+@pytest.mark.slow
+def test_suites_outside_of_all(tmp_path):
+    found = measured(tmp_path, run.MORE_SUITES)
+    dropped = {r.case: r.value for r in of(found["capacity"], "dropped")}
+    assert dropped["dropless"] == 0 < dropped["factor 1.0, probs"]
+    (explained,) = of(found["phases"], "explained")
+    assert 50 < explained.value <= 100
