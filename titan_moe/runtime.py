@@ -63,7 +63,7 @@ from titan_moe.run_folder import new_run_id  # noqa: E402
 def leave_flex_attention_uncompiled() -> None:
     """Import torchtitan's attention without torch.compile, which it calls on FlexAttention there and then. That loads
     torch's code generator, 0.7 s for what has no backward on a CPU, and attention.py takes the place of."""
-    compile_, torch.compile = torch.compile, lambda function, **_: function
+    compile_, torch.compile = torch.compile, lambda function, **_: function  # type: ignore[bad-assignment]
     try:
         import torchtitan.models.common.attention  # noqa: F401
     finally:
