@@ -12,7 +12,18 @@ import pytest
 
 from titan_moe import config_file
 from titan_moe.config import Config
-from titan_moe.plan import activations, bounds, constants, hardware, overlap, profiles, search, winner
+from titan_moe.plan import (
+    activations,
+    bounds,
+    constants,
+    hardware,
+    overlap,
+    profiles,
+    published,
+    published_space,
+    search,
+    winner,
+)
 from titan_moe.plan.__main__ import main
 from titan_moe.plan.job import Job
 from titan_moe.plan.search import Node
@@ -128,7 +139,7 @@ TENSORS_ALONE = {"sharding": "fsdp", "ranks_per_node": 4}
 def test_layers_are_remembered_by_all_that_they_read() -> None:
     """What is not a part of the key changes neither kernels nor tensors, whatever field of a job it is."""
     path = CONFIGS / "deepseek_v3_16b.toml"
-    config = load(path, "--parallelism.expert_parallel_degree=8")
+    config = load(path, "--parallelism.expert_parallel_degree=8", "--training.local_batch_size=4")
     job = Job.from_config(config, 8, hardware.resolve("B200"))
     job = replace(job, sharding="zero1", global_batch_size=64)
     meshed = replace(
@@ -227,14 +238,41 @@ def test_precision_and_libraries_only_change_when_asked_for(small: Path) -> None
         assert named == (dispatchers - {"dedup"}) | {"auto"}
 
 
+SAID = [path for path in sorted(CONFIGS.glob("*.toml")) if "# Search: " in path.read_text()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3_671b", "deepseek_v3_671b_b200", "qwen3_235b_a22b"])
-def test_256_gpus_take_less_than_a_minute(name: str) -> None:
-    """Of processor time, and as a rule less than half of one."""
+@pytest.mark.parametrize("path", SAID, ids=lambda path: path.stem)
+def test_shipped_files_are_winners_or_say_why_not(path: Path) -> None:
+    """And a search for 256 GPUs takes less than a minute of processor time."""
     start = process_time()
-    searched = winner.run(load(CONFIGS / f"{name}.toml"), name)
-    assert process_time() - start < 60 and searched.best is not None
+    searched = winner.run(load(path), path.name)
+    assert process_time() - start < 60 and searched.best is not None and searched.diff is not None
     assert searched.best.memory.needed <= searched.limit
+    said = path.read_text()
+    if searched.diff.settings:
+        rate, gain = searched.diff.rates[1], searched.diff.gain
+        assert f"# Search: finds {rate:,.0f} tokens/s per GPU ({100 * gain:+.1f} %)" in said and "Not taken" in said
+    else:
+        assert "# Search: this is what --plan.search finds." in said
+
+
+@pytest.mark.slow
+def test_page_is_current() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/search_docs.py", "--check"], cwd=REPO, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_published_layouts_are_near_the_best_or_the_page_says_what_is_better() -> None:
+    """Five percent, on H800, GB200 and GB300."""
+    page = (REPO / "docs" / "planner_search.md").read_text()
+    for run in published.runs_of(published.read(published.RUNS)):
+        if run.job.hardware.name in ("H800", "GB200", "GB300"):
+            found = published_space.compare(run)
+            assert found.gain <= 0.05 or f"Change from line {run.row.line} to the best" in page
 
 
 def test_bounds_of_a_whole_job_are_near_it() -> None:

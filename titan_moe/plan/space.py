@@ -251,7 +251,9 @@ class ConfigSpace:
             if self.batch % (data * size):
                 continue
             local = size if pp == 1 else self.batch // data
-            for pipeline, replicate in product(self._pipelines(pp, size), replicas or divisors(data)):
+            # Replicas shorten what FSDP sends; with a pipeline that is once per step, and hardly shows.
+            copies = (1,) if pp > 1 else replicas or divisors(data)
+            for pipeline, replicate in product(self._pipelines(pp, size), copies):
                 yield {
                     P + "pipeline_parallel_degree": pp,
                     **pipeline,
