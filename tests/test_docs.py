@@ -103,8 +103,8 @@ COMMANDS: dict[str, dict[str, How]] = {
     },
     "docs/quickstart.md": {
         "--training.local_batch_size 4": Runs(),
-        "titan_moe.tokenize": Runs(),
-        "outputs/mine --checkpoint.enable": Runs(),
+        "titan_moe.tokenize": Runs(slow=True),
+        "outputs/mine --checkpoint.enable": Runs(slow=True),
         "titan_moe.report": Runs(),
         "--plan\n": Runs(),
     },
