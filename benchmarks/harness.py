@@ -25,6 +25,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from titan_moe.whole_file import replacing
+
 ROOT = Path(__file__).parents[1]
 SIZES = ("smallest", "quick", "full")
 PACKAGES = ("torch", "torchtitan", "transformers", "triton", "tokenizers", "transformer-engine")
@@ -261,9 +263,8 @@ def write(path: Path, records: Iterable[tuple[Record, Mapping[str, str]]]) -> No
     """A list of records, one a line, each with what is said about it: machine, threads, versions, commit. All or
     nothing."""
     lines = [json.dumps({**asdict(record), **about}, ensure_ascii=False) for record, about in records]
-    part = path.with_name(path.name + ".part")
-    part.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-    part.replace(path)
+    with replacing(path) as file:
+        file.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
 def add(path: Path, records: Iterable[Record], about: Mapping[str, str]) -> None:

@@ -55,6 +55,10 @@ COMMANDS: dict[str, dict[str, How]] = {
         "python -m scripts.support_table": RunBy("tests/test_docs.py::test_every_generator_is_listed_for_contributors"),
     },
     "docs/backends.md": {"--moe.experts=loop": Runs(slow=True)},
+    "docs/benchmarks.md": {
+        "--suite layer,step": RunBy("tests/benchmarks/test_suites.py"),
+        "--suite all --quick": RunBy("tests/benchmarks/test_suites.py"),
+    },
     "docs/checkpoints.md": {
         "outputs/kept": Runs(slow=True),
         "titan_moe.sample": RunBy("tests/huggingface/test_sample.py"),

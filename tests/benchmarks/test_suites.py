@@ -12,7 +12,16 @@ import pytest
 from benchmarks import harness, run
 from benchmarks.harness import Record
 
-Found = dict[str, list[Record]]
+
+class Found(dict[str, list[Record]]):
+    """Records by suite; asking for those of a suite that failed fails with its error, and costs the others nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__((path.stem, [r for r, _ in harness.read(path)]) for path in folder.glob("*.json"))
+        self.errors = {path.stem: path.read_text() for path in folder.glob("*.txt")}
+
+    def __missing__(self, suite: str) -> list[Record]:
+        raise AssertionError(f"{suite}: {self.errors.get(suite, 'nothing was written')}")
 
 
 def measured(folder: Path, suites: tuple[str, ...]) -> Found:
@@ -24,9 +33,7 @@ def measured(folder: Path, suites: tuple[str, ...]) -> Found:
         text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    errors = [path.read_text() for path in folder.glob("*.txt")]
-    assert not errors, "\n".join(errors)
-    return {suite: [r for r, _ in harness.read(folder / f"{suite}.json")] for suite in suites}
+    return Found(folder)
 
 
 @pytest.fixture(scope="module")
