@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -130,6 +131,7 @@ CHANGES = {
     "moment_dtype": "bfloat16",
     "loss_chunks": 8,
     "notes": ("a note",),
+    "muon": True,
     "offload": frozenset({"layer_input"}),
 }
 MESH = {"gpus", "pp", "vp", "stages", "dp_replicate", "dp_shard"}
@@ -250,11 +252,10 @@ def test_shipped_files_are_winners_or_say_why_not(path: Path) -> None:
     assert process_time() - start < 60 and searched.best is not None and searched.diff is not None
     assert searched.best.memory.needed <= searched.limit
     said = path.read_text()
-    if searched.diff.settings:
-        rate, gain = searched.diff.rates[1], searched.diff.gain
-        assert f"# Search: finds {rate:,.0f} tokens/s per GPU ({100 * gain:+.1f} %)" in said and "Not taken" in said
+    if more := re.search(r"# Search: finds about (\d+) % more", said):
+        assert abs(100 * searched.diff.gain - int(more[1])) <= 3 and "Not taken" in said
     else:
-        assert "# Search: this is what --plan.search finds." in said
+        assert "# Search: this is what --plan.search finds." in said and searched.diff.gain < 0.01
 
 
 @pytest.mark.slow

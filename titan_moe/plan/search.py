@@ -22,6 +22,8 @@ from titan_moe.plan.space import LEVELS, Node, Space
 BAND = 0.05
 """The front of throughput and memory goes down to so much less than the best: half of what a prediction may be off"""
 EXACT = len(LEVELS) - 1
+ROUNDING = 1e-9
+"""A bound adds up the same terms in another order, and may come out so much below what it bounds"""
 
 
 @dataclass(kw_only=True)
@@ -45,6 +47,7 @@ def search(space: Space, limit: float, band: float = BAND, known: Node | None = 
 
     def worth(rate: float, needs: float) -> bool:
         """Whether a node with these bounds may hold a job of the front."""
+        rate *= 1 + ROUNDING
         if needs > limit:
             counts["memory"] += 1
         elif front and rate < (1 - band) * front[0].rate:
@@ -68,7 +71,7 @@ def search(space: Space, limit: float, band: float = BAND, known: Node | None = 
             continue
         if node.level < EXACT:
             push(space.children(node, worth))
-        elif space.allowed(node):
+        elif not any(p.rate >= node.rate and p.memory <= node.memory for p in front) and space.allowed(node):
             front = [p for p in front if not (node.rate >= p.rate and node.memory <= p.memory)] + [node]
             front.sort(key=lambda p: -p.rate)
     front = [point for point in front if point.rate >= (1 - band) * front[0].rate]
