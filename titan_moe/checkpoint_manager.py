@@ -23,6 +23,7 @@ import titan_moe.runtime as runtime
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
@@ -113,8 +114,11 @@ class VerifiedCheckpoints(CheckpointManager):
         if self.stager is None:  # copies in a thread, into the same memory each time: as torchtitan's pinned one
             self.stager = DefaultStager(StagingOptions(False, False, True, False))
         pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+        # Experts' gates and ups are views of one tensor, and torch 2.14.1's stager, which keeps account of storages by
+        # the addresses of their Python objects, fails on those. So they are copied, until they are staged.
+        parts = {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
         saving = dcp.async_save(
-            state_dict,
+            parts,
             storage_writer=writer,
             process_group=self.pg,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS if pinned else AsyncCheckpointerType.THREAD,

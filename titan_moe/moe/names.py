@@ -32,7 +32,7 @@ def to_stock_names(state: dict[str, Any]) -> dict[str, Any]:
         if FUSED not in key.split("."):
             renamed[key] = value
         elif isinstance(value, Tensor) and value.ndim == 4:
-            renamed |= {key.replace(FUSED, name): half for name, half in split_w13(value).items()}
+            renamed |= {key.replace(FUSED, name): half.contiguous() for name, half in split_w13(value).items()}
         else:
             renamed |= {key.replace(FUSED, name): value for name in (GATE, UP)}
     return renamed
