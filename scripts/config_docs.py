@@ -19,12 +19,12 @@ SECTION_TEXTS = {
     "model": "family, size and single numbers of it; tokenizer or Hugging Face folder",
     "moe": "dispatcher, experts, router, balancing ([backends.md](backends.md), [moe_region.md](moe_region.md))",
     "precision": "low-precision recipes: which GEMMs, by whom ([precision.md](precision.md))",
-    "optimizer": "AdamW and its numbers",
+    "optimizer": "AdamW or Muon, and their numbers ([optimizer.md](optimizer.md))",
     "lr_scheduler": "warm-up, decay, length",
     "training": "data, sequence length, batch, steps, number types ([data.md](data.md))",
     "training.dataloader": "reading: text field, workers, what to do about broken documents",
     "loss": "how the cross-entropy is cut",
-    "validation": "held-out documents, and how often",
+    "validation": "held-out documents, further sets by name, and how often ([data.md](data.md))",
     "parallelism": "degrees of each kind, pipeline schedule, FSDP's policies ([parallelism.md](parallelism.md))",
     "activation_checkpoint": "what backward computes again",
     "activation_offload": "what waits in host memory ([overlap.md](overlap.md))",
@@ -67,14 +67,21 @@ def tables() -> str:
     return "\n".join(lines)
 
 
+SMALL = 3  # keys of a section that shares its line
+
+
 def short_table() -> str:
-    """One line per section, for README."""
-    lines = ["| section | keys | what it is about |", "|---|---|---|"]
+    """One line per section, for README; small ones share the last."""
+    lines, small = ["| section | keys | what it is about |", "|---|---|---|"], []
     for section in SECTIONS:
         text = re.sub(r"\((\w+\.md)\)", r"(docs/\1)", SECTION_TEXTS.get(section, ""))
         link = f"[\\[{section}\\]](docs/configuration.md#{section.replace('.', '')})"
-        lines.append(f"| {link} | {len(keys(section))} | {text} |")
-    return "\n".join(lines)
+        if len(keys(section)) <= SMALL:
+            small.append((link, len(keys(section))))
+        else:
+            lines.append(f"| {link} | {len(keys(section))} | {text} |")
+    links = ", ".join(link for link, _ in small)
+    return "\n".join([*lines, f"| {links} | {sum(number for _, number in small)} | what they are called after |"])
 
 
 BLOCKS = {"keys": tables, "sections": short_table}

@@ -19,13 +19,20 @@ PARTS: dict[str, tuple[tuple[str, ...], str]] = {
         "the schema, strict reading, help, files of torchtitan 0.2, model sizes",
     ),
     "checks": (("*_check.py",), "what must fit together, each refusal with its arithmetic"),
-    "launch": (
-        ("launch.py", "run_folder.py", "startup.py", "supervise.py", "torchrun.py", "processes.py", "placement.py"),
-        "from run_train.sh to processes; the run's folder; the start-up report; ranks and NVLink domains",
-    ),
-    "runtime.py": (
-        ("runtime.py", "device_memory.py", "random_state.py", "torch_helpers.py", "whole_file.py"),
-        "device, process group, meshes, seeds: what knows a CPU from a GPU",
+    "launch, runtime": (
+        (
+            *(
+                "launch.py",
+                "run_folder.py",
+                "startup.py",
+                "supervise.py",
+                "torchrun.py",
+                "processes.py",
+                "placement.py",
+            ),
+            *("runtime.py", "device_memory.py", "random_state.py", "torch_helpers.py", "whole_file.py"),
+        ),
+        "from run_train.sh to processes and the run's folder; what knows a CPU from a GPU: device, meshes, seeds",
     ),
     "model": (
         (
@@ -66,19 +73,18 @@ PARTS: dict[str, tuple[tuple[str, ...], str]] = {
         ("precision/*.py",),
         "low precision: recipes, formats, quantized tensors, emulated GEMMs, who runs it",
     ),
-    "parallelism": (
-        ("parallel.py", "pipeline*.py", "fsdp_traffic.py", "in_flight.py", "timeline.py"),
-        "sharding, compile, pipeline schedules and stages; who waits for a collective",
-    ),
-    "memory and speed": (
-        ("recompute*.py", "rebuild.py", "offload*.py", "host_copies.py", "cuda_graph.py", "recompiles.py"),
-        "activation checkpointing, offload, CUDA graphs",
+    "parallelism, memory": (
+        (
+            *("parallel.py", "pipeline*.py", "fsdp_traffic.py", "in_flight.py", "timeline.py"),
+            *("recompute*.py", "rebuild.py", "offload*.py", "host_copies.py", "cuda_graph.py", "recompiles.py"),
+        ),
+        "sharding, pipelines, who waits for a collective; activation checkpointing, offload, CUDA graphs",
     ),
     "data": (
         ("data.py", "mixture.py", "packing.py", "sources/*.py", "tokenizer.py", "tokenize.py", "validation*.py"),
         "packed batches in one global order; one file per kind of source; tokenizers",
     ),
-    "optimizer": (("optimizer.py", "adamw.py", "muon*.py"), "torchtitan's containers; moments in bf16"),
+    "optimizer": (("optimizer.py", "adamw.py", "muon*.py"), "torchtitan's containers; moments in bf16; Muon"),
     "checkpoints": (
         ("checkpoint*.py", "convert.py", "huggingface/*.py", "upcycl*.py", "upcycl*/*.py", "sampl*.py"),
         "saving, verified loading, Hugging Face folders",
@@ -101,10 +107,9 @@ PARTS: dict[str, tuple[tuple[str, ...], str]] = {
         "console line, metrics.jsonl, dashboards, time of phases, traces",
     ),
     "report": (("report/*.py",), "the page of a run"),
-    "planner": (("plan/*.py",), "FLOPs, memory, kernels, traffic, schedules; the report of --plan"),
-    "dry run, doctor": (
-        ("dry_run/*.py", "doctor/*.py"),
-        "one rank on fake tensors; what a machine or an allocation lacks",
+    "planner, dry run": (
+        ("plan/*.py", "dry_run/*.py", "doctor/*.py"),
+        "memory, kernels, traffic, schedules, search; one rank on fake tensors; what a machine lacks",
     ),
     "tests": (("tests/**.py",), "mirrors titan_moe/; whole runs in tests/distributed, faults in tests/faults"),
     "scripts, benchmarks": (("scripts/**.py", "benchmarks/**.py"), "set-up, generated tables, measurements"),

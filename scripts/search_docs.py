@@ -1,8 +1,8 @@
-"""Writes into docs/planner_search.md, between its marks, what searches find, for a shipped configuration and
-for published runs. Takes a minute or two.
+"""Writes into docs/planner_search.md and README.md, between their marks, what searches find: for one of the shipped
+configurations and for published runs. Takes a minute or two.
 
-    python scripts/search_docs.py            rewrite the page
-    python scripts/search_docs.py --check    say whether it is out of date; exit status 1 if it is
+    python scripts/search_docs.py            rewrite the pages
+    python scripts/search_docs.py --check    say whether one is out of date; exit status 1 if it is
 """
 
 import re
@@ -18,7 +18,7 @@ from titan_moe import config_file  # noqa: E402
 from titan_moe.plan import diff, published, published_space, winner, winner_toml  # noqa: E402
 from titan_moe.plan.published_space import Compared  # noqa: E402
 
-PAGE = ROOT / "docs" / "planner_search.md"
+PAGES = (ROOT / "docs" / "planner_search.md", ROOT / "README.md")
 HARDWARE = ("H800", "GB200", "GB300")
 EXAMPLE = "train_configs/deepseek_v3_671b.toml"
 WORTH_A_TABLE = 0.05
@@ -54,13 +54,23 @@ def beyond() -> str:
     return "\n".join(found) or f"None is more than {WORTH_A_TABLE:.0%} below the best."
 
 
-def example() -> str:
+@cache
+def report() -> str:
     found = winner.run(config_file.load([str(ROOT / EXAMPLE)]), EXAMPLE)
-    toml = winner_toml.text(found, str(ROOT / EXAMPLE), ROOT)
-    return f"```\n{winner.to_text(found, EXAMPLE, toml)}\n```"
+    return winner.to_text(found, EXAMPLE, winner_toml.text(found, str(ROOT / EXAMPLE), ROOT))
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"runs": runs, "beyond": beyond, "example": example}
+def example() -> str:
+    return f"```\n{report()}\n```"
+
+
+def changes() -> str:
+    """What of the report says which settings change, and what that gains."""
+    settings, rest = report().split("\nSettings\n")[1].split("\n\n", 1)
+    return f"```\n{settings}\n\n{rest.splitlines()[0]}\n```"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"runs": runs, "beyond": beyond, "example": example, "changes": changes}
 
 
 def fill(text: str) -> str:
@@ -71,14 +81,17 @@ def fill(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    before = PAGE.read_text()
-    after = fill(before)
-    if arguments == ["--check"]:
-        if after != before:
-            print(f"{PAGE.name}: is not what searches find; run python scripts/search_docs.py", file=sys.stderr)
-        return int(after != before)
-    PAGE.write_text(after)
-    return 0
+    stale = 0
+    for page in PAGES:
+        before = page.read_text()
+        after = fill(before)
+        if arguments == ["--check"]:
+            stale += after != before
+            if after != before:
+                print(f"{page.name}: is not what searches find; run python scripts/search_docs.py", file=sys.stderr)
+        else:
+            page.write_text(after)
+    return int(stale > 0)
 
 
 if __name__ == "__main__":

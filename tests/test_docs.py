@@ -48,7 +48,7 @@ COMMANDS: dict[str, dict[str, How]] = {
         "./run_train.sh train_configs/debug_model.toml\n": RunBy("tests/test_readme.py::test_the_first_command"),
         "./run_tests.sh": RunBy("tests/test_readme.py::test_the_second_command_runs_the_tests"),
         "--plan.hardware=GB300": Runs(),
-        "--model.scale_down": Runs(),
+        "hf download Qwen/Qwen3-30B-A3B": RunBy("tests/huggingface/test_commands.py::test_a_folder_becomes_a_run"),
     },
     "CONTRIBUTING.md": {
         "pre-commit install": RunBy("tests/test_readme.py::test_the_second_command_runs_the_tests"),
