@@ -113,18 +113,18 @@ def agreement(argv: list[str], folder: Path, traces: int) -> dict[str, dict[str,
     """Of each phase: seconds told, the profiler's, and the median of their ratio."""
     steps = WARM_UP + traces
     profiled = ["--profiling.enable_profiling", "--profiling.profile_freq=1", "--profiling.profiler_warmup=0"]
-    traced = folder / "traced"
-    run = build([*argv, *profiled, f"--training.steps={steps}"], traced, Phases)
+    output = folder / "traced"
+    run = build([*argv, *profiled, f"--training.steps={steps}"], output, Phases)
     for _ in range(steps):
         run.step(logs=True)
     run.close()
-    told = read_metrics(traced)
+    told = read_metrics(output)
     found: dict[str, dict[str, float]] = {}
     for name in NAMES:
         pairs = []
         for step in range(WARM_UP + 1, steps + 1):
             seconds = told[step].get(f"phase/{name}", 0.0)
-            traced = phases_of_trace(traced / f"profile_traces/iteration_{step}/rank0_trace.json.gz")[name]
+            traced = phases_of_trace(output / f"profile_traces/iteration_{step}/rank0_trace.json.gz")[name]
             if seconds and traced:
                 pairs.append((seconds, traced, told[step]["phase/step"]))
         if pairs:
