@@ -95,6 +95,24 @@ def test_steps_are_those_of_decompositions_in_float64(elements, monkeypatch):
             assert (n.double() - e).norm() < 0.1 * (e - w0).norm()
 
 
+def test_small_matrices_of_one_shape_are_multiplied_at_once(monkeypatch):
+    """A model has hundreds, and on CPUs each product alone waits for all threads: the same steps, in fewer products."""
+    shapes, weights, calls = [(8, 12), (2, 8, 12), (12, 8), (3, 8, 2, 12), (8, 12)], [], []
+    products = muon.newton_schulz
+    monkeypatch.setattr(muon, "newton_schulz", lambda x_MRC: calls.append(len(x_MRC)) or products(x_MRC))
+    for elements, expected in ((1 << 24, [10, 1]), (8 * 12 * 4, [3, 6, 1, 1]), (1, [1, 2, 6, 1, 1])):
+        monkeypatch.setattr(muon, "TOGETHER_ELEMENTS", elements)
+        generator, params = torch.Generator().manual_seed(4), [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        for parameter in params:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer_of(params).step()
+        assert sorted(calls) == sorted(expected)
+        calls.clear()
+        weights.append(params)
+    for many, some, single in zip(*weights):
+        assert (many - single).norm() < 1e-5 * single.norm() and (some - single).norm() < 1e-5 * single.norm()
+
+
 def test_it_is_torchs_rule():
     """Which takes matrices alone, and makes products in bf16."""
     ours, theirs = parameters()[:3], parameters()[:3]

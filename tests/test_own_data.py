@@ -463,7 +463,7 @@ def test_validation_sets_have_options_of_their_own_and_nothing_of_the_training_d
     (problem,) = source_problems(list_all(config), TOKENIZER)
     assert problem.startswith(f'{tmp_path}/b/b.jsonl:1: has no field "text"')
     config.validation.sets = [ValidationSet(name="x", dataset=f"{tmp_path}/*.jsonl")]
-    with pytest.raises(ValueError, match=r"a\.jsonl is in training source 1 .* validation source 1 .*leave it to one"):
+    with pytest.raises(ValueError, match=r'a\.jsonl is in training source 1 .* validation set "x" .*leave it to one'):
         list_all(config)
     config.validation.enable = False
     assert list_all(config).validation_sets == {}

@@ -45,6 +45,8 @@ SCALE = 0.2
 """Root mean square of AdamW's usual updates"""
 BATCH_ELEMENTS = 1 << 28
 """Numbers of a stack whose products are made at once"""
+TOGETHER_ELEMENTS = 1 << 24
+"""Numbers of parameters whose products are made at once: many small products take as long to start as to compute"""
 MATRIX = {2: (0, 1), 3: (1, 2), 4: (1, 3)}
 """Which dimensions of a parameter are rows and columns: of a matrix, w2_EDF, w13_EF2D"""
 
@@ -107,39 +109,44 @@ class Muon(Optimizer):
 
 
 def _rounds(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters whose work ranks share, at most one for each; those that are not cut inside a matrix, one by one."""
+    """Parameters whose work ranks share, at most one for each. Of those that are not cut inside a matrix: with matrices
+    of one shape, as many as are small together."""
     waiting: dict[Any, list[Tensor]] = {}
     for parameter in params:
-        dims = _cut_inside(parameter)
-        if not dims:
-            yield [parameter]
+        if dims := _cut_inside(parameter):
+            mesh = cast(DTensor, parameter).device_mesh
+            together = waiting.setdefault((mesh, dims), [])
+            together.append(parameter)
+            if len(together) == mesh.size(_shared(parameter, dims)):
+                yield waiting.pop((mesh, dims))
             continue
-        mesh = cast(DTensor, parameter).device_mesh
-        together = waiting.setdefault((mesh, dims), [])
-        together.append(parameter)
-        if len(together) == mesh.size(_shared(parameter, dims)):
-            yield waiting.pop((mesh, dims))
+        shape = tuple(parameter.shape[dim] for dim in MATRIX[parameter.ndim])
+        together = waiting.get(shape, [])
+        if together and sum(_local(each).numel() for each in (*together, parameter)) > TOGETHER_ELEMENTS:
+            yield waiting.pop(shape)
+        waiting.setdefault(shape, []).append(parameter)
     yield from waiting.values()
 
 
 def _directions(together: Sequence[Tensor], ahead: Iterable[Tensor]) -> Iterator[Tensor]:
     """O of each parameter's matrices on this rank, whole, from this rank's part of N."""
-    dims, rank, group = _cut_inside(together[0]), 0, None
-    if dims:
-        mesh, shared = cast(DTensor, together[0]).device_mesh, _shared(together[0], dims)
-        rank, group = mesh.get_local_rank(shared), mesh.get_group(shared)
+    dims = _cut_inside(together[0])
+    if not dims:
+        yield from orthogonal(list(ahead))
+        return
+    mesh, shared = cast(DTensor, together[0]).device_mesh, _shared(together[0], dims)
+    rank, group = mesh.get_local_rank(shared), mesh.get_group(shared)
     mine, empty = None, []
     for i, (parameter, part) in enumerate(zip(together, ahead)):
         whole = _whole(part, parameter, dims)
         empty.append((whole.shape, whole.new_empty(0)))
         if i == rank:
             mine = whole
-    mine = None if mine is None else orthogonal(mine)  # now that nobody waits for the next gather
+    mine = None if mine is None else orthogonal([mine])[0]  # now that nobody waits for the next gather
     for i, (shape, like) in enumerate(empty):
         direction = mine if i == rank else like.new_empty(shape)
         assert direction is not None
-        if group is not None:
-            dist.broadcast(direction, group=group, group_src=i)
+        dist.broadcast(direction, group=group, group_src=i)
         yield direction
 
 
@@ -160,8 +167,6 @@ def _shared(parameter: Tensor, dims: Sequence[int]) -> int:
 
 def _whole(part: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
     """Of a tensor that is cut as the parameter is: this rank's matrices, gathered along `dims`."""
-    if not dims:
-        return part
     assert isinstance(parameter, DTensor)
     placements = list(parameter.placements)
     like = {"shape": parameter.shape, "stride": parameter.stride()}
@@ -188,14 +193,17 @@ def _local(tensor: Tensor) -> Tensor:
 # Matrix products
 
 
-def orthogonal(stored: Tensor) -> Tensor:
-    """O of the matrices of [R, C], [M, R, C] or [E, F, 2, D], in the same layout and type."""
-    stack_MRC = stored.transpose(1, 2).flatten(0, 1) if stored.ndim == 4 else stored.view(-1, *stored.shape[-2:])
+def orthogonal(stored: Sequence[Tensor]) -> list[Tensor]:
+    """O of the matrices of tensors [R, C], [M, R, C] or [E, F, 2, D], all with as many rows and columns, in the same
+    layout and type."""
+    stacks = [x.transpose(1, 2).flatten(0, 1) if x.ndim == 4 else x.view(-1, *x.shape[-2:]) for x in stored]
+    stack_MRC = torch.cat(stacks) if len(stacks) > 1 else stacks[0]
     count = max(1, BATCH_ELEMENTS // max(stack_MRC[0:1].numel(), 1))
     out_MRC = torch.cat([newton_schulz(some) for some in stack_MRC.split(count)])
-    if stored.ndim == 4:
-        return out_MRC.unflatten(0, (stored.shape[0], 2)).transpose(1, 2).contiguous()
-    return out_MRC.view(stored.shape)
+    return [
+        out.unflatten(0, (x.shape[0], 2)).transpose(1, 2).contiguous() if x.ndim == 4 else out.view(x.shape)
+        for x, out in zip(stored, out_MRC.split([len(stack) for stack in stacks]))
+    ]
 
 
 def newton_schulz(x_MRC: Tensor) -> Tensor:

@@ -86,8 +86,8 @@ class Encoder:
         """Raise, or show the first few."""
         if self.source.on_error == "raise":
             raise ValueError(
-                f"{piece.where(document, fault.at)}: {fault.reason}. "
-                'To leave such documents out, set on_error = "skip" (training.dataloader, or its training.mixture)'
+                f"{piece.where(document, fault.at)}: {fault.reason}. To leave such documents out, set on_error = "
+                '"skip" (training.dataloader, or its entry of training.mixture or validation.sets)'
             )
         if len(self._shown) < SHOWN_FAULTS and (where := piece.where(document, fault.at)) not in self._shown:
             self._shown.add(where)

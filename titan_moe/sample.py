@@ -33,8 +33,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
-from titan_moe import checkpoint, checkpoint_folder
+from titan_moe import checkpoint_folder
 from titan_moe.attention import documents
 from titan_moe.checkpoint_folder import Damaged
 from titan_moe.checkpoint_io import Reader, SafeLoadPlanner, read_metadata
@@ -73,8 +74,11 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    sys.stdout.buffer.write(text.encode() + b"\n")  # any text, whatever the locale
-    sys.stdout.flush()
+    try:
+        sys.stdout.buffer.write(text.encode() + b"\n")  # any text, whatever the locale
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -133,23 +137,40 @@ def load(config: Config, folder: Path, length: int) -> Model:
     alone = Config(model=replace(config.model, num_mtp_layers=0))  # a text needs none of their weights
     alone.moe = MoE(load_balance_coeff=config.moe.load_balance_coeff)  # whether routers have a bias
     alone.training.seq_len, alone.training.mixed_precision_param = length, "float32"
-    model = build_model(alone).to_empty(device="cpu").eval()
+    model = build_model(alone)
+    try:
+        metadata = read_metadata(folder)
+    except Damaged as damage:
+        raise ValueError(f"The checkpoint {folder} cannot be read: {damage}") from damage
+    require_same_tensors(model, metadata, folder)  # before they take memory
+    model.to_empty(device="cpu").eval()
     init_weights(model, seed=0)  # for what no checkpoint holds: rotary tables
     state = model.state_dict()
     try:
-        metadata = read_metadata(folder)
         with warnings.catch_warnings():  # that this is not distributed
             warnings.simplefilter("ignore", UserWarning)
             dcp.load(state, storage_reader=Reader(folder, metadata), planner=SafeLoadPlanner(), no_dist=True)
-    except Damaged as damage:
-        raise ValueError(f"The checkpoint {folder} cannot be read: {damage}") from damage
-    except (CheckpointException, RuntimeError) as error:
-        if problem := checkpoint.unreadable(error):
-            raise ValueError(problem) from error
-        raise ValueError(f"The checkpoint {folder} is not of the model in its run's config.toml: {error}") from error
+    except CheckpointException as failure:
+        (cause, _), *_ = failure.failures.values()
+        raise ValueError(
+            f"The checkpoint {folder} cannot be read: {cause!r}; choose another with --step. Without --verify none all "
+            "of it is read beforehand"
+        ) from failure
     model.load_state_dict(state)
     model._skip_lm_head = True
     return model
+
+
+def require_same_tensors(model: Model, metadata: Metadata, folder: Path) -> None:
+    """Raises ValueError for a checkpoint that lacks one of the model, or has it in another shape."""
+    for name, tensor in model.state_dict().items():
+        stored = getattr(metadata.state_dict_metadata.get(name), "size", None)
+        if stored != tensor.shape:
+            has = "no tensor of that name" if stored is None else f"{list(stored)}"
+            raise ValueError(
+                f"The checkpoint {folder} is not of the model in its run's config.toml: {name} is "
+                f"{list(tensor.shape)} there, and the checkpoint has {has}; bring back the config.toml of this run"
+            )
 
 
 @torch.no_grad()
@@ -163,6 +184,11 @@ def continuation(
         positions_BL = torch.arange(tokens_BL.shape[1])[None]
         h_BLD = model(tokens_BL, positions=positions_BL, attention_masks=documents(positions_BL))
         logits_V = model.lm_head(h_BLD[:, -1:])[0, 0, : tokenizer.vocab_size]  # a head can have more rows
+        if not logits_V.isfinite().all():
+            raise ValueError(
+                f"After {tokens_BL.shape[1]} tokens the model's logits are not finite: its weights are not, or training "
+                "had diverged; choose an earlier checkpoint with --step"
+            )
         token = choose(logits_V)
         if token == tokenizer.eos_id:
             return
@@ -183,7 +209,8 @@ def choice(temperature: float, top_p: float, seed: int) -> Callable[[Tensor], in
     def choose(logits_V: Tensor) -> int:
         if temperature == 0:
             return int(logits_V.argmax())
-        sorted_V, order_V = (logits_V.double() / temperature).softmax(0).sort(descending=True)
+        below_V = logits_V.double() - logits_V.max()  # so that no temperature is too small to divide by
+        sorted_V, order_V = (below_V / temperature).softmax(0).sort(descending=True)
         before_V = sorted_V.cumsum(0) - sorted_V
         kept_V = sorted_V * (before_V < top_p)
         return int(order_V[torch.multinomial(kept_V, 1, generator=generator)])

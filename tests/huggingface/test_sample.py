@@ -1,5 +1,6 @@
 """Text from a checkpoint: token for token what transformers generates from the same weights; and what is refused."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.distributed.harness import REPO
 from tests.huggingface import peers
 from tests.pieces import write_tokenizer
 from titan_moe.checkpoint_io import Writer
-from titan_moe.config import Config
+from titan_moe.config import Config, Model
 from titan_moe.config_file import to_toml
 from titan_moe.huggingface.export import export
 from titan_moe.sample import choice, main, sample
@@ -26,13 +27,13 @@ from titan_moe.tokenizer import ByteTokenizer
 GREEDY = choice(0.0, 1.0, 0)
 
 
-def run_of(config: Config, folder: Path, step: int = 3) -> Path:
+def run_of(config: Config, folder: Path, step: int = 3, scale: float = 3) -> Path:
     """A run folder with a checkpoint, of random weights that are far from all alike."""
     config.checkpoint.initial_load_path = ""
     model = peers.ours(config)
     with torch.no_grad():
         for value in model.parameters():
-            value.mul_(3)
+            value.mul_(scale)
     folder.mkdir(exist_ok=True)
     (folder / "config.toml").write_text(to_toml(config))
     (folder / "checkpoint").mkdir(exist_ok=True)
@@ -117,6 +118,7 @@ def test_drawn_tokens_follow_the_softmax_of_what_top_p_leaves():
     spread_V = (expected_V * (1 - expected_V) * 4000).sqrt()
     assert ((counts_V - 4000 * expected_V).abs() <= 4 * spread_V).all()
     assert {choice(5.0, 1e-9, 1)(logits_V) for _ in range(20)} == {1}
+    assert {choice(1e-320, 1.0, 1)(logits_V) for _ in range(20)} == {1}  # by which nothing can be divided
 
 
 def damaged(run: Path) -> None:
@@ -136,6 +138,15 @@ def of_another_model(run: Path) -> None:
     (run / "config.toml").write_text(to_toml(config))
 
 
+def of_a_larger_model(run: Path) -> None:
+    """Which would take 60 GiB."""
+    (run / "config.toml").write_text(to_toml(Config(model=Model(flavor="16B"))))
+
+
+def cut_short(run: Path) -> None:
+    next((run / "checkpoint" / "step-3").glob("*.distcp")).write_bytes(b"x")
+
+
 NOTHING: Any = lambda run: None  # noqa: E731
 REFUSED = {
     "no run": (lambda run: (run / "config.toml").unlink(), [], "is no run folder: it has no config.toml"),
@@ -143,7 +154,9 @@ REFUSED = {
     "no such step": (NOTHING, ["--step=4"], "has steps [3]; choose one"),
     "damaged": (damaged, [], "is damaged: __0_0.distcp has another content"),
     "half copied": (half_copied, [], "is damaged: it has no manifest.json"),
-    "another model": (of_another_model, [], "is not of the model in its run's config.toml: "),
+    "cut short": (cut_short, ["--verify=none"], "cannot be read: "),
+    "another model": (of_another_model, [], "is not of the model in its run's config.toml: layers."),
+    "a larger model": (of_a_larger_model, [], "config.toml: tok_embeddings.weight is [102400, 2048] there"),
     "no tokens": (NOTHING, ["--tokens=0"], "--tokens = 0: must be at least 1"),
     "cold": (NOTHING, ["--temperature=-1"], "--temperature = -1.0: must be at least 0"),
     "hot": (NOTHING, ["--temperature=inf"], "must be at least 0 and finite"),
@@ -158,6 +171,22 @@ def test_what_cannot_be_is_said(case, run, capsys):
     change(run)
     assert main([str(run), *more]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_have_no_text(tmp_path, group):
+    run = run_of(peers.configuration("mixtral"), tmp_path / "run", scale=torch.inf)
+    for choose in (GREEDY, choice(1.0, 1.0, 0)):
+        with pytest.raises(ValueError, match="After 1 tokens the model's logits are not finite: .* earlier checkpoint"):
+            sample(run, None, b"", 3, choose)
+
+
+def test_a_pipe_that_closes_is_no_mistake(run):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "titan_moe.sample", str(run), "--tokens=1"]
+    done = subprocess.run(command, cwd=REPO, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert done.returncode == 0 and b"Error" not in done.stderr, done.stderr.decode()
 
 
 def test_unverified_is_what_was_asked_for(run, capsysbinary):

@@ -103,9 +103,9 @@ def list_all(config: Config) -> Listing:
     sets = all_listed(specs, -1)
     if problems:
         raise Unlisted(*dict.fromkeys(problems))
-    _refuse_twice(training, validation or [])
-    for source in sets:  # one may be part of another
-        _refuse_twice(training, [source])
+    _refuse_twice(training, {f"validation source {i}": source for i, source in enumerate(validation or [], start=1)})
+    for each, source in zip(config.validation.sets, sets):  # one set may be part of another
+        _refuse_twice(training, {f'validation set "{each.name}"': source})
     sources = (*training, *(validation or []), *sets)
     files = {source.dataset: _digests(source.files) for source in sources}
     written = {source.dataset: {file.name: file.written for file in source.files} for source in sources}
@@ -127,16 +127,16 @@ def list_all(config: Config) -> Listing:
     return Listing(list(map(printed, training)), held_out, files, written, settings, named)
 
 
-def _refuse_twice(training: list[Source], validation: list[Source]) -> None:
-    """A file in two sources would be trained on more often than its weight says, or validated on what was learnt."""
+def _refuse_twice(training: list[Source], validation: dict[str, Source]) -> None:
+    """A file in two sources would be trained on more often than its weight says, or validated on what was learnt.
+    `validation`: by what a message calls each."""
     seen: dict[str, str] = {}
-    for part, sources in (("training", training), ("validation", validation)):
-        for i, source in enumerate(sources, start=1):
-            owner = f'{part} source {i} ("{source.dataset}")'
-            for file in source.files:
-                if (other := seen.setdefault(file.path, owner)) != owner:
-                    weight = "; give it more weight there if it is to come up more often" if part == "training" else ""
-                    raise ValueError(f"{file.path} is in {other} and in {owner}: leave it to one of them{weight}")
+    for name, source in ({f"training source {i}": x for i, x in enumerate(training, start=1)} | validation).items():
+        owner = f'{name} ("{source.dataset}")'
+        for file in source.files:
+            if (other := seen.setdefault(file.path, owner)) != owner:
+                again = "; give it more weight there if it is to come up more often" if name not in validation else ""
+                raise ValueError(f"{file.path} is in {other} and in {owner}: leave it to one of them{again}")
 
 
 def _fingerprint(source: Source, files: dict[str, str]) -> str:
