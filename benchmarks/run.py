@@ -80,8 +80,9 @@ def run_apart(suite: str, options: Options) -> list[Record] | None:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="", help=f"names with commas between them; all: {', '.join(SUITES)}")
-    parser.add_argument("--quick", dest="size", action="store_const", const="quick", help="at most a minute per suite")
     parser.add_argument("--size", choices=harness.SIZES, default="full", help="smallest only tries the code")
+    # Behind --size, whose default would not count otherwise.
+    parser.add_argument("--quick", dest="size", action="store_const", const="quick", help="at most a minute per suite")
     parser.add_argument("--json", type=Path, help="write the records here; with --docs: and read them from here")
     parser.add_argument("--traces", type=Path, help="a folder for what suites record in time")
     parser.add_argument("--docs", action="store_true", help=f"write {publish.PAGE.name} from --json FILE")
@@ -97,7 +98,26 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("nothing to do: name suites with --suite, or all")
     if args.docs and args.json is None:
         parser.error("--docs makes its tables from the records in --json FILE: name one")
+    if args.part and args.json is None:
+        parser.error("--part is for suites of a run: leave it out")
+    if args.json is not None and (why := unusable(args.json, needed=not args.suites)):
+        parser.error(f"--json {args.json}: {why}")
     return args
+
+
+def unusable(file: Path, needed: bool) -> str | None:
+    """Why records cannot be read from and written to a file, now rather than after what they take to measure."""
+    if file.exists() and not file.is_file():
+        return "is no regular file, and is replaced as a whole; name another"
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        return f"nothing can be written to {file.parent.absolute()}; make that folder, or name another file"
+    if not file.exists():
+        return "is not there, and without --suite nothing is measured; name a file of records" if needed else None
+    try:
+        list(harness.read(file))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"holds no records of these benchmarks ({error}); name another file"
+    return None
 
 
 def main(argv: list[str]) -> int:

@@ -186,8 +186,8 @@ def continuation(
         logits_V = model.lm_head(h_BLD[:, -1:])[0, 0, : tokenizer.vocab_size]  # a head can have more rows
         if not logits_V.isfinite().all():
             raise ValueError(
-                f"After {tokens_BL.shape[1]} tokens the model's logits are not finite: its weights are not, or training "
-                "had diverged; choose an earlier checkpoint with --step"
+                f"After {tokens_BL.shape[1]} tokens the model's logits are not finite: its weights are not, or "
+                "training had diverged; choose an earlier checkpoint with --step"
             )
         token = choose(logits_V)
         if token == tokenizer.eos_id:

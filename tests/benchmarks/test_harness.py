@@ -208,6 +208,20 @@ def test_mistakes(argv, message, capsys):
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_take_the_records_is_refused_before_anything_is_measured(tmp_path, capsys):
+    (tmp_path / "broken.json").write_text("{")
+    for name, more, message in (
+        ("none/x.json", ["--suite=data"], "none; make that folder"),
+        ("", ["--suite=data"], "is no regular file"),
+        ("broken.json", ["--suite=data"], "holds no records"),
+        ("gone.json", ["--docs"], "is not there"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            run.parse([*more, "--json", str(tmp_path / name)])
+        assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert run.parse(["--suite=data", "--json", str(tmp_path / "new.json")]).size == "full"
+
+
 def test_all_suites_are_modules_with_a_first_line():
     args = run.parse(["--suite", "all", "--quick", "--model.dim=64"])
     assert args.suites == list(run.SUITES) and args.size == "quick" and args.more == ["--model.dim=64"]
