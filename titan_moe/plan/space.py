@@ -32,7 +32,7 @@ from titan_moe.pipeline_layout import ONE_STAGE, V_SHAPED, PipelineLayout, balan
 from titan_moe.plan import bounds, memory, profiles, step, traffic
 from titan_moe.plan import constants as constants_file
 from titan_moe.plan import stages as stage_layout
-from titan_moe.plan.bounds import Fixed
+from titan_moe.plan.bounds import Fixed, Pipeline
 from titan_moe.plan.check import plan_problems
 from titan_moe.plan.hardware import resolve
 from titan_moe.plan.job import Job
@@ -298,51 +298,57 @@ class ConfigSpace:
         }
 
     def _route_children(self, node: Node, worth: Worth) -> Iterator[Node]:
-        times = bounds.layer_seconds(node.job, self.software, self.constants)
+        """A pipeline whose layers are all recomputed balances them otherwise, so it is a node of its own."""
+        jobs = {whole: replace(node.job, recompute_mode="full" if whole else "none") for whole in (False, True)}
+        times = {whole: bounds.layer_times(job, self.software, self.constants) for whole, job in jobs.items()}
         rates: dict[tuple, float] = {}
-        for mesh in self._meshes(node.choice, node.choice["size"]):
-            pipeline = (
-                mesh[PP],
-                mesh[P + "pipeline_parallel_schedule"],
-                *mesh[P + "pipeline_parallel_layers_per_stage"],
-            )
+        no_room: set[tuple] = set()
+        for mesh, whole in product(self._meshes(node.choice, node.choice["size"]), (False, True)):
+            pp, schedule = mesh[PP], mesh[P + "pipeline_parallel_schedule"]
+            if whole and pp == 1:
+                continue
+            pipeline = pp, schedule, tuple(mesh[P + "pipeline_parallel_layers_per_stage"]), whole
             if pipeline not in rates:
-                held = self._ranks(*pipeline[:2], pipeline[2:])
-                rates[pipeline] = bounds.pipelined(node.job, times, held, self.constants) if held else node.rate
-            if not worth(min(node.rate, rates[pipeline]), 0.0):
+                stages = self._pipeline(*pipeline)
+                rates[pipeline] = bounds.pipelined(node.job, times[whole], stages, self.constants) if stages else 0.0
+            if pipeline in no_room or not worth(min(node.rate, rates[pipeline]), 0.0):
                 continue
             choice = _keys(node.choice) | mesh | self._fastest(mesh)
+            if whole:
+                choice["activation_checkpoint.mode"] = "full"
             if (job := self.job(choice)) is None:
                 continue
             reduce = (False, True) if job.pp == 1 and job.microbatches > 1 else (False,)
             reshard = ("never", "default") if job.pp == 1 else ("default", "always")
             if job.schedule not in ("1F1B", "Interleaved1F1B"):
                 reshard = ("default",)
-            for early, freed in product(reduce, reshard):
-                yield from self._mesh(node, choice | dict(zip(FSDP, (early, freed))), job, worth)
+            variants = [choice | dict(zip(FSDP, variant)) for variant in product(reduce, reshard)]
+            found = [self._mesh(node, variant, job) for variant in variants]
+            if all(each.memory > self.limit for each in found):
+                no_room.add(pipeline)  # for more replicas, which come next and share less, neither
+            for each in found:
+                if each.memory <= self.limit and worth(each.rate, each.memory):
+                    rate = min(each.rate, bounds.mesh(each.job, self.software, self.constants))
+                    yield replace(each, rate=rate)
 
-    def _ranks(self, pp: int, schedule: str, layers: tuple[int, ...]) -> list[list[stage_layout.Stage]]:
-        """The stages of each pipeline rank; none if there are more stages than layers."""
+    def _mesh(self, node: Node, choice: Choice, job: Job) -> Node:
+        job = _saved(job, choice)
+        fixed = bounds.fixed_memory(job)
+        least = replace(job, recompute_mode="full", offload=frozenset(OFFLOADED_LAST), redispatch=True)
+        needs = bounds.least_memory(least, fixed)
+        return Node(level=2, job=job, choice=choice, rate=node.rate, memory=needs, fixed=fixed)
+
+    def _pipeline(self, pp: int, schedule: str, layers: tuple[int, ...], whole: bool) -> Pipeline | None:
+        """None if there are more stages than layers. `whole`: recomputing all layers."""
         counts = layers or (self.model.n_layers,)
         if pp > 1 and not layers:
             number = default_stages(schedule, pp)
             if number > self.model.n_layers:
-                return []
-            counts = balanced_layers(self.model, number, self.config.training.seq_len)
+                return None
+            counts = balanced_layers(self.model, number, self.config.training.seq_len, recompute=whole)
         stages = stage_layout.from_counts([*counts], self.model.n_dense_layers, self.model.num_mtp_layers)
         layout = PipelineLayout(schedule=schedule, pp=pp, layers=tuple(counts), flops=())
-        return [[stages[i] for i in layout.stages_of(rank)] for rank in range(pp)]
-
-    def _mesh(self, node: Node, choice: Choice, job: Job, worth: Worth) -> Iterator[Node]:
-        job = _saved(job, choice)
-        rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
-        if not worth(rate, 0.0):
-            return
-        fixed = bounds.fixed_memory(job)
-        least = replace(job, recompute_mode="full", offload=frozenset(OFFLOADED_LAST), redispatch=True)
-        needs = bounds.least_memory(least, fixed)
-        if needs <= self.limit:
-            yield Node(level=2, job=job, choice=choice, rate=rate, memory=needs, fixed=fixed)
+        return Pipeline(schedule, stages, [layout.stages_of(rank) for rank in range(pp)])
 
     # -----------------------------------------------------------------------------------------------------------------
     # What saves memory
@@ -364,18 +370,16 @@ class ConfigSpace:
         return not check(changed(self.config, choice | {"activation_offload.tensors": tensors}), self.gpus)
 
     def _mesh_children(self, node: Node) -> Iterator[Node]:
+        whole = node.job.recompute_mode == "full"
         for saving in self._savings_of(node):
+            if node.job.pp > 1 and (saving.part["activation_checkpoint.mode"] == "full") != whole:
+                continue
             choice = node.choice | saving.part
             job = _saved(node.job, choice)
             least = replace(job, offload=frozenset(name for names in saving.tensors for name in names))
             needs = max(node.memory, bounds.least_memory(least, node.fixed))
             if needs > self.limit:
                 continue
-            if job.recompute_mode == "full" and job.pp > 1:  # which weighs layers otherwise
-                rebuilt = self.job(choice)
-                if rebuilt is None:
-                    continue
-                job = rebuilt
             rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
             yield Node(
                 level=3, job=job, choice=choice, rate=rate, memory=needs, fixed=node.fixed, tensors=saving.tensors
