@@ -86,6 +86,9 @@ def pipelined(job: Job, times: Mapping[Kind, LayerTime], pipeline: Pipeline, c: 
     return job.tokens_per_step / (seconds * (1 + step.stragglers(job))) / job.gpus
 
 
+TIMES = ("forward", "backward", "wgrad", "pair")
+
+
 class Held(NamedTuple):
     """What a stage runs of one microbatch, in seconds."""
 
@@ -105,7 +108,9 @@ def _held(job: Job, stages: Sequence[Stage], times: Mapping[Kind, LayerTime], c:
             continue
         runs = [(getattr(stage, kind), time) for kind, time in times.items()]
         runs += [(int(stage.embedding), embedding), (stage.head * (1 + job.num_mtp_layers), head)]
-        sums = [sum(n * getattr(time, name) for n, time in runs if n) for name in ("forward", "backward", "wgrad", "pair")]
+        sums = [
+            sum(n * getattr(time, name) for n, time in runs if n) for name in ("forward", "backward", "wgrad", "pair")
+        ]
         # An MTP layer may gain more than an MoE layer: then less is known.
         moe = stage.moe * times["moe"].pair if stage.moe and "mtp" not in times else 0.0
         found[stage] = Held(*sums, moe=moe)
@@ -120,9 +125,9 @@ def _pipeline_seconds(
     A rank r runs all its microbatches between the forward of one through the stages before its first, and the backward
     of one through them. What the zero-bubble family leaves of that, schedule.py has a formula for.
 
-    If another microbatch hides transfers, step.py shortens all stages by one factor, the mean of what their layers gain.
-    So nothing is known of one rank but the mean of all, and that MoE layers, which gain most, do not gain more than
-    themselves.
+    If another microbatch hides transfers, step.py shortens all stages by one factor, the mean of what layers gain. So
+    of one rank no more is known than the mean of all ranks, and that its MoE layers, which gain most, take no less than
+    their own time.
     """
     pp, steady = len(ranks), sum(stage.pair for stage in stages)
     if pp == 1:
@@ -169,9 +174,8 @@ def _rate(job: Job, in_layers: float, c: Constants) -> float:
 def mesh(job: Job, software: Software, c: Constants) -> float:
     """Tokens per second and GPU, before recompute and offloading are chosen (`job` has none)."""
     if job.kept_layers:
-        names = ("forward", "backward", "wgrad", "pair")
         held = [
-            Held(*(sum(getattr(time, name) for time in times) for name in names), moe=0.0)
+            Held(*(sum(getattr(time, name) for time in times) for name in TIMES), moe=0.0)
             for times in step.stage_times(job, software, c)
         ]
     else:
