@@ -5,9 +5,11 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from time import process_time
+from typing import Any
 
 import pytest
 
@@ -23,9 +25,11 @@ from titan_moe.plan import (
     published,
     published_space,
     search,
+    space,
     winner,
 )
 from titan_moe.plan.__main__ import main
+from titan_moe.plan.choices import Choice
 from titan_moe.plan.job import Job
 from titan_moe.plan.search import Node
 from titan_moe.plan.space import ConfigSpace
@@ -84,6 +88,41 @@ def test_pruning_loses_nothing(small: Path, everything: list[Node], place: float
     assert [(node.rate, node.memory) for node in found.front] == front(everything, limit, band)
     if band == 0.05 and place == 1.0:
         assert found.counts["exact"] < len(everything) / 20, "and it does not look at everything"
+
+
+def test_pruning_loses_nothing_of_pipelines_and_context_parallelism(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few routes and few ways to save memory, so that everything can be looked at; then with one pipeline degree
+    alone, which no faster one hides."""
+    recomputed = ([], ["mla_up_proj"], ["norms", "shared_expert"])
+    few = [each for each in space.recomputes() if each["activation_checkpoint.recompute"] in recomputed]
+    few = [each for each in few if each["activation_checkpoint.mode"] == "full" or not each["moe.redispatch"]]
+    routes, meshes = ConfigSpace._routes, ConfigSpace._meshes
+    monkeypatch.setattr(space, "recomputes", lambda: few)
+    monkeypatch.setattr(space, "offloads", lambda: [[], ["layer_input", "moe_expert_input"]])
+    monkeypatch.setattr(ConfigSpace, "_routes", lambda self, ep: routes(self, ep)[:1])
+    path = tmp_path / "pipelines.toml"
+    path.write_text(SMALL.replace("qwen3", "deepseek_v3"))
+    config = load(path, "--model.num_mtp_layers=0", "--plan.gpus=4")
+    nodes = list(search.every(ConfigSpace(config, float("inf"))))
+    there = {(node.job.pp, node.job.cp) for node in nodes}
+    assert there == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+    assert len({node.job.schedule for node in nodes if node.job.pp > 1}) == 5
+    assert {node.job.overlap for node in nodes if node.job.pp > 1} == {"none", "shared_expert", "half_batch"}
+    for only in (None, 2, 4):
+        some = [node for node in nodes if only in (None, node.job.pp)]
+        if only is not None:
+
+            def of_degree(*words: Any, pp: int = only, **named: Any) -> Iterator[Choice]:
+                return (mesh for mesh in meshes(*words, **named) if mesh[space.PP] == pp)
+
+            monkeypatch.setattr(ConfigSpace, "_meshes", of_degree)
+        needs = sorted(node.memory for node in some)
+        for place, band in ((0.003, 0.9), (0.03, 0.3), (0.2, 0.05), (1.0, 0.9), (1.0, 0.0)):
+            limit = needs[round(place * (len(needs) - 1))]
+            found = search.search(ConfigSpace(config, limit), limit, band)
+            assert [(node.rate, node.memory) for node in found.front] == front(some, limit, band), (only, place)
 
 
 def test_what_needs_least_is_found_too(small: Path, everything: list[Node]) -> None:

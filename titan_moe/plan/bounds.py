@@ -8,8 +8,8 @@ twice:
     compute   kernels of all layers, embedding and head, each joined with its launches, and the transfers of tensor and
               context parallelism, shared out over all GPUs without a rest. Not: what experts are sent
     layers    the same with what experts are sent, and what moe.overlap hides of it
-    mesh      the slowest pipeline rank with FSDP's gathers, every microbatch, and the optimizer. Not: bubble, sends,
-              gradient reduction
+    pipelined the slowest pipeline rank and the bubble, before FSDP's gathers
+    mesh      the same with FSDP's gathers, what ranks send to each other, and the optimizer. Not: gradient reduction
 
 Recompute and offloading only add time, and only take memory away, so a job is bounded with neither for speed and with
 all of both for memory. Imports no torch.
@@ -22,9 +22,14 @@ from typing import NamedTuple
 from titan_moe.plan import activations, collectives, memory, overlap, step
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
+from titan_moe.plan.overlap import LayerTime
 from titan_moe.plan.parameters import Kind
 from titan_moe.plan.profiles import Software
+from titan_moe.plan.schedule import zero_bubble_seconds
 from titan_moe.plan.stages import Stage
+
+HIDES = 1e-6
+"""Share of a stage's time that rounding may make up"""
 
 
 def compute(job: Job, software: Software, c: Constants) -> float:
@@ -47,31 +52,104 @@ def layers(job: Job, software: Software, c: Constants) -> float:
     return _rate(job, _layers(job, lambda bare, kind: overlap.layer_time(bare, kind, software, c).pair), c)
 
 
-def layer_seconds(job: Job, software: Software, c: Constants) -> dict[Kind, float]:
-    """By kind: one layer's forward and backward of one microbatch, as in `layers`."""
-    pair = {}
+def layer_times(job: Job, software: Software, c: Constants) -> dict[Kind, LayerTime]:
+    """By kind: one layer of one microbatch, as in `layers`."""
+    found = {}
     for kind in step.KINDS:
         if _number(job, kind):
-            pair[kind] = min(overlap.layer_time(bare, kind, software, c).pair for bare in _bare(job))
-    return pair
+            found[kind] = _least([overlap.layer_time(bare, kind, software, c) for bare in _bare(job)])
+    return found
 
 
-def pipelined(job: Job, times: Mapping[Kind, float], ranks: Sequence[Sequence[Stage]], c: Constants) -> float:
-    """Tokens per second and GPU with these stages on the pipeline's ranks, before anything else of the mesh is decided.
-    `times`: `layer_seconds`."""
-    ends = step.embedding_time(job, c).pair, (1 + job.num_mtp_layers) * step.head_time(job, c).pair
-    slowest = max(
-        sum(
-            sum(getattr(stage, kind) * seconds for kind, seconds in times.items())
-            + stage.embedding * ends[0]
-            + stage.head * ends[1]
-            for stage in stages
-        )
-        for stages in ranks
-    )
-    ranks_of_data = job.gpus // (job.tp * job.cp * len(ranks))
-    microbatches = job.global_batch_size / (job.micro_batch_size * ranks_of_data)
-    return job.tokens_per_step / (microbatches * slowest * (1 + step.stragglers(job))) / job.gpus
+def _least(times: Sequence[LayerTime]) -> LayerTime:
+    """What is no slower than any of these. (More weight gradients leave less of a bubble.)"""
+    forward, backward, pair = (min(getattr(t, name) for t in times) for name in ("forward", "backward", "pair"))
+    return LayerTime(forward=forward, backward=backward, wgrad=max(t.wgrad for t in times), pair=pair, parts={})
+
+
+class Pipeline(NamedTuple):
+    """A pipeline of which nothing else is decided."""
+
+    schedule: str
+    stages: Sequence[Stage]
+    ranks: Sequence[Sequence[int]]
+    """Places in `stages` that each rank holds"""
+
+
+def pipelined(job: Job, times: Mapping[Kind, LayerTime], pipeline: Pipeline, c: Constants) -> float:
+    """Tokens per second and GPU of the job on this pipeline, before anything else of the mesh is decided. `times`:
+    `layer_times`."""
+    ranks_of_data = job.gpus // (job.tp * job.cp * len(pipeline.ranks))
+    microbatches = job.global_batch_size // (job.micro_batch_size * ranks_of_data)
+    held = _held(job, pipeline.stages, times, c)
+    seconds = _pipeline_seconds(pipeline.schedule, held, pipeline.ranks, microbatches, send=0.0)
+    return job.tokens_per_step / (seconds * (1 + step.stragglers(job))) / job.gpus
+
+
+TIMES = ("forward", "backward", "wgrad", "pair")
+
+
+class Held(NamedTuple):
+    """What a stage runs of one microbatch, in seconds."""
+
+    forward: float
+    backward: float
+    wgrad: float
+    pair: float
+    moe: float
+    """Of `pair`, MoE layers"""
+
+
+def _held(job: Job, stages: Sequence[Stage], times: Mapping[Kind, LayerTime], c: Constants) -> list[Held]:
+    embedding, head = step.embedding_time(job, c), step.head_time(job, c)
+    found: dict[Stage, Held] = {}  # most stages are alike
+    for stage in stages:
+        if stage in found:
+            continue
+        runs = [(getattr(stage, kind), time) for kind, time in times.items()]
+        runs += [(int(stage.embedding), embedding), (stage.head * (1 + job.num_mtp_layers), head)]
+        sums = [
+            sum(n * getattr(time, name) for n, time in runs if n) for name in ("forward", "backward", "wgrad", "pair")
+        ]
+        # An MTP layer may gain more than an MoE layer: then less is known.
+        moe = stage.moe * times["moe"].pair if stage.moe and "mtp" not in times else 0.0
+        found[stage] = Held(*sums, moe=moe)
+    return [found[stage] for stage in stages]
+
+
+def _pipeline_seconds(
+    schedule: str, stages: Sequence[Held], ranks: Sequence[Sequence[int]], microbatches: int, send: float
+) -> float:
+    """Seconds that all microbatches take at least in `step.step_parts`, also with recompute.
+
+    A rank r runs all its microbatches between the forward of one through the stages before its first, and the backward
+    of one through them. What the zero-bubble family leaves of that, schedule.py has a formula for.
+
+    If another microbatch hides transfers, step.py shortens all stages by one factor, the mean of what layers gain. So
+    of one rank no more is known than the mean of all ranks, and that its MoE layers, which gain most, take no less than
+    their own time.
+    """
+    pp, steady = len(ranks), sum(stage.pair for stage in stages)
+    if pp == 1:
+        return microbatches * steady
+    zero_bubble = schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    one_each = len(stages) == pp and not zero_bubble
+    if steady < (1 - HIDES) * sum(stage.forward + stage.backward for stage in stages):
+        each, mean = [stage.moe for stage in stages], microbatches * steady / pp
+    else:
+        each, mean = [stage.forward + stage.backward for stage in stages], 0.0
+    if zero_bubble:
+        if mean:
+            return max(mean, microbatches * max(sum(each[i] for i in held) for held in ranks))
+        forward, wgrad = [stage.forward for stage in stages], [stage.wgrad for stage in stages]
+        dgrad = [stage.backward - stage.wgrad for stage in stages]
+        return zero_bubble_seconds(schedule, forward, dgrad, wgrad, [[*held] for held in ranks], microbatches)[0]
+    before, longest = 0.0, mean
+    for rank, held in enumerate(ranks):
+        waits = 2 * send * (microbatches + rank) if one_each else 0.0
+        longest = max(longest, microbatches * sum(each[i] for i in held) + before + waits)
+        before += each[rank]
+    return longest
 
 
 def _layers(job: Job, pair: Callable[[Job, Kind], float]) -> float:
@@ -96,22 +174,16 @@ def _rate(job: Job, in_layers: float, c: Constants) -> float:
 def mesh(job: Job, software: Software, c: Constants) -> float:
     """Tokens per second and GPU, before recompute and offloading are chosen (`job` has none)."""
     if job.kept_layers:
-        stages = [[(1, time) for time in held] for held in step.stage_times(job, software, c)]
-    else:
-        kinds = {kind: overlap.layer_time(job, kind, software, c) for kind in step.KINDS if _number(job, kind)}
-        embedding, head = step.embedding_time(job, c), step.head_time(job, c)
-        stages = [
-            [
-                *((getattr(stage, kind), time) for kind, time in kinds.items()),
-                (int(stage.embedding), embedding),
-                (stage.head * (1 + job.num_mtp_layers), head),
-            ]
-            for stage in job.stages
+        held = [
+            Held(*(sum(getattr(time, name) for time in times) for name in TIMES), moe=0.0)
+            for times in step.stage_times(job, software, c)
         ]
-    seconds = [sum(n * (t.forward + t.backward) for n, t in held) for held in stages]
-    hidden = sum(n * t.pair for held in stages for n, t in held) / sum(seconds)
-    period = max(sum(seconds[i] for i in job.stage_indices(rank)) for rank in range(job.pp))
-    whole = job.microbatches * hidden * period + step.optimizer_seconds(job, c)
+    else:
+        times = {kind: overlap.layer_time(job, kind, software, c) for kind in step.KINDS if _number(job, kind)}
+        held = _held(job, job.stages, times, c)
+    ranks = [job.stage_indices(rank) for rank in range(job.pp)]
+    send = step.send_seconds(job) if job.pp > 1 else 0.0
+    whole = _pipeline_seconds(job.schedule, held, ranks, job.microbatches, send) + step.optimizer_seconds(job, c)
     return job.tokens_per_step / (whole * (1 + step.stragglers(job))) / job.gpus
 
 
@@ -133,10 +205,12 @@ class Fixed(NamedTuple):
 
 
 def fixed_memory(job: Job) -> list[Fixed]:
-    """Of the first and the last pipeline rank (another may need more) of a job that recomputes and offloads nothing:
-    states, buffers, what FSDP has gathered and not yet reduced, and what is alive while one layer computes, of which
-    recomputing and offloading can only make more."""
-    return [_fixed(job, rank) for rank in sorted({0, job.pp - 1})]
+    """Of three pipeline ranks (another may need more) of a job that recomputes and offloads nothing: states, buffers,
+    what FSDP has gathered and not yet reduced, and what is alive while one layer computes, of which recomputing and
+    offloading can only make more. The ranks are the first, the last, and the first of those with most MoE layers: where
+    a model begins with dense layers, that one may need two to four times what the first rank does."""
+    moe = [sum(stage.moe for stage in job.stages_of_rank(rank)) for rank in range(job.pp)]
+    return [_fixed(job, rank) for rank in sorted({0, moe.index(max(moe)), job.pp - 1})]
 
 
 def _fixed(job: Job, rank: int) -> Fixed:

@@ -15,9 +15,10 @@ from typing import Any
 from titan_moe.plan import bounds, memory, profiles, search, step, traffic
 from titan_moe.plan import constants as constants_file
 from titan_moe.plan import stages as stage_layout
+from titan_moe.plan.choices import LARGEST_MICROBATCH, Choice, divisors
 from titan_moe.plan.job import Job
 from titan_moe.plan.published import Run
-from titan_moe.plan.space import LARGEST_MICROBATCH, Choice, Node, Worth, divisors
+from titan_moe.plan.space import Node, Worth
 
 MODULES = ("mla_up_proj", "mlp", "norms", "shared_expert", "swiglu")
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8, 12)

@@ -105,7 +105,7 @@ def order(
     return tuple(found + backward[total - warm_up :])
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 14)
 def held(schedule: str, rank: int, pp: int, vp: int, microbatches: int, ahead: int = 0) -> frozenset[tuple[int, ...]]:
     """Microbatches whose activations a rank holds, of each of its stages, at every moment that may be its fullest: at
     none does it hold more of one stage and no less of the others. Which is worst, the sizes of the stages decide.

@@ -17,51 +17,40 @@ Which combinations a training refuses is asked of the training's own checks (con
 here. Imports no torch.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import combinations, product
+from itertools import product
 from typing import Any, NamedTuple, Protocol, get_args
 
 from titan_moe import mesh_check
 from titan_moe.config import Config
-from titan_moe.config_check import check, model_flavor
+from titan_moe.config_check import check
 from titan_moe.config_keys import LEAVES
-from titan_moe.pipeline_layout import ONE_STAGE, V_SHAPED, PipelineLayout, balanced_layers, default_stages
+from titan_moe.pipeline_layout import PipelineLayout, balanced_layers, default_stages
 from titan_moe.plan import bounds, memory, profiles, step, traffic
 from titan_moe.plan import constants as constants_file
 from titan_moe.plan import stages as stage_layout
-from titan_moe.plan.bounds import Fixed
+from titan_moe.plan.bounds import Fixed, Pipeline
 from titan_moe.plan.check import plan_problems
-from titan_moe.plan.hardware import resolve
+from titan_moe.plan.choices import (
+    FSDP,
+    LARGEST_MICROBATCH,
+    OFFLOADED_LAST,
+    PP,
+    Choice,
+    Choices,
+    P,
+    changed,
+    divisors,
+    keys,
+    offloads,
+    recomputes,
+)
 from titan_moe.plan.job import Job
-from titan_moe.precision.recipes import RECIPES
 
-Choice = dict[str, Any]
-"""Values of keys"""
 Worth = Callable[[float, float], bool]
 """Whether a node may be useful that reaches at most so many tokens per second and GPU, and needs at least so many
 bytes"""
-LARGEST_MICROBATCH = 16
-"""Sequences"""
-STAGES_PER_RANK = (2, 3, 4, 6, 8)
-"""Of interleaved schedules"""
-SCHEDULES = get_args(LEAVES["parallelism.pipeline_parallel_schedule"])
-OFFLOADABLE: tuple[tuple[str, ...], ...] = (
-    ("layer_input",),
-    ("attn_q", "attn_k", "attn_v"),
-    ("attn_out",),
-    ("moe_expert_input",),
-)
-"""What is offloaded together or not at all"""
-OFFLOADED_LAST = ("layer_input", "moe_expert_input")
-"""What is left to offload when whole layers are recomputed"""
-LIBRARIES = ("te_ep", "deepep", "hybridep")
-
-P = "parallelism."
-PP = P + "pipeline_parallel_degree"
-FSDP = (P + "fsdp_reduce_every_microbatch", P + "fsdp_reshard_after_forward")
 LEVELS = ("shape", "route", "mesh", "recompute", "offload", "exact")
 
 
@@ -104,33 +93,12 @@ class Space(Protocol):
         ...
 
 
-def changed(config: Config, choice: Choice) -> Config:
-    """A copy of `config` with other values of some keys; what did not change is shared."""
-    new = copy.copy(config)
-    for section in {key.partition(".")[0] for key in choice}:
-        setattr(new, section, copy.copy(getattr(config, section)))
-    for key, value in choice.items():
-        section, _, name = key.partition(".")
-        setattr(getattr(new, section), name, value)
-    return new
-
-
-def divisors(whole: int) -> list[int]:
-    return [d for d in range(1, whole + 1) if whole % d == 0]
-
-
-class ConfigSpace:
+class ConfigSpace(Choices):
     """The layouts of `config` on plan.gpus GPUs of plan.hardware. `plan_problems` has found nothing wrong."""
 
     def __init__(self, config: Config, limit: float) -> None:
         """`limit`: bytes beyond which a job need not be looked at."""
-        assert config.plan.gpus is not None
-        self.gpus, self.hardware = config.plan.gpus, resolve(config.plan.hardware)
-        # The batch is what is asked for; it must not follow the mesh.
-        whole = mesh_check.sequences_per_step(config, self.gpus)
-        self.config = changed(config, {"training.global_batch_size": whole})
-        self.batch, self.model = whole, model_flavor(config)
-        self.also = set(config.plan.search_also)
+        super().__init__(config)
         self.software, self.constants = profiles.of_release("titan")[0], constants_file.fitted()
         self.limit = limit
         self._savings: dict[tuple, list[Saving]] = {}
@@ -166,14 +134,6 @@ class ConfigSpace:
                 if (found := self._some_mesh(choice, size)) is not None:
                     yield found
 
-    @cached_property
-    def recipes(self) -> list[str | None]:
-        own = self.config.precision.recipe
-        if "precision" not in self.also:
-            return [own]
-        others = ["bf16", *(name for name in RECIPES if name in self.hardware.precisions)]
-        return [own, *(name for name in others if name != (own or "bf16"))]
-
     def _some_mesh(self, choice: Choice, size: int) -> Node | None:
         """The shape on the shortest pipeline that it can have, with routes that are not decided yet."""
         route = self._routes(choice[P + "expert_parallel_degree"])[0]
@@ -197,152 +157,70 @@ class ConfigSpace:
         return replace(job, dispatcher=kind, fused_grouped_mlp=route["moe.experts"] == "te_fused")
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Routes
-
-    @staticmethod
-    def _auto(ep: int) -> str:
-        return "local" if ep == 1 else "dedup"
-
-    def _routes(self, ep: int) -> list[Choice]:
-        """Dispatchers, and what computes the experts."""
-        moe = self.config.moe
-        own = "auto" if ep == 1 or moe.dispatcher == "local" else moe.dispatcher
-        named = [own]
-        if ep > 1:
-            others = ("dedup", "alltoall", *(LIBRARIES if "libraries" in self.also else ()))
-            named += [name for name in others if name not in (own, self._auto(ep) if own == "auto" else "")]
-        experts = [moe.experts]
-        if "libraries" in self.also and moe.experts != "te_fused":
-            experts.append("te_fused")
-        found = []
-        for name, computes in product(named, experts):
-            by_node = None
-            if name in ("auto", "dedup") and ep > self.hardware.nvlink_domain:
-                by_node = moe.ranks_per_node or traffic.ranks_per_domain(self.hardware)
-            found.append(
-                {
-                    "moe.dispatcher": name,
-                    "moe.experts": computes,
-                    "moe.ranks_per_node": by_node,
-                    "moe.hop_chunks": moe.hop_chunks if by_node else 1,
-                    "moe.te_ep_payload": moe.te_ep_payload if name == "te_ep" else "bf16",
-                }
-            )
-        return found
+    # Routes and meshes
 
     def _shape_children(self, node: Node) -> Iterator[Node]:
         kinds = get_args(LEAVES["moe.overlap"])
         for route, overlap in product(self._routes(node.job.ep), kinds):
             choice = node.choice | route | {"moe.overlap": overlap}
             for mesh in self._meshes(choice, choice["size"], replicas=(1,)):
-                if (job := self.job(_keys(choice) | mesh | self._fastest(mesh))) is not None:
+                if (job := self.job(keys(choice) | mesh | self._fastest(mesh))) is not None:
                     rate = min(node.rate, bounds.layers(job, self.software, self.constants))
                     yield Node(level=1, job=job, choice=choice, rate=rate, memory=0.0)
                     break
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Meshes
-
-    def _meshes(self, choice: Choice, size: int, replicas: tuple[int, ...] | None = None) -> Iterator[Choice]:
-        """Every pipeline and number of replicas that divide the rest of the GPUs and the batch, shortest first."""
-        tp, cp = choice[P + "tensor_parallel_degree"], choice[P + "context_parallel_degree"]
-        for pp in divisors(self.gpus // (tp * cp)):
-            data = self.gpus // (tp * cp * pp)
-            if self.batch % (data * size):
-                continue
-            local = size if pp == 1 else self.batch // data
-            # Replicas shorten what FSDP sends; with a pipeline that is once per step, and hardly shows.
-            copies = (1,) if pp > 1 else replicas or divisors(data)
-            for pipeline, replicate in product(self._pipelines(pp, size), copies):
-                yield {
-                    P + "pipeline_parallel_degree": pp,
-                    **pipeline,
-                    P + "data_parallel_replicate_degree": replicate,
-                    P + "data_parallel_shard_degree": -1,
-                    "training.local_batch_size": local,
-                }
-
-    def _pipelines(self, pp: int, size: int) -> Iterator[Choice]:
-        p = self.config.parallelism
-        names = ("schedule", "layers_per_stage", "microbatch_size")
-
-        def keys(*values: Any) -> Choice:
-            return {f"{P}pipeline_parallel_{name}": value for name, value in zip(names, values)}
-
-        if pp == 1:  # the schedule then means nothing
-            yield keys("1F1B", [], 1)
-            return
-        for schedule in SCHEDULES:
-            if schedule in (*ONE_STAGE, *V_SHAPED):
-                yield keys(schedule, [], size)
-                continue
-            for each in STAGES_PER_RANK if schedule == "Interleaved1F1B" else (2,):
-                if pp * each > self.model.n_layers + 1:
-                    break
-                layers = []
-                if each > 2:
-                    layers = balanced_layers(self.model, pp * each, self.config.training.seq_len)
-                yield keys(schedule, layers, size)
-        own = p.pipeline_parallel_layers_per_stage
-        if own and pp == p.pipeline_parallel_degree:
-            yield keys(p.pipeline_parallel_schedule, own, size)
-
-    def _fastest(self, mesh: Choice) -> Choice:
-        """No recompute and nothing offloaded or freed: most memory, least time."""
-        return {
-            "activation_checkpoint.mode": "none",
-            "activation_checkpoint.recompute": [],
-            "activation_offload.tensors": [],
-            "moe.redispatch": False,
-            **dict(zip(FSDP, (False, "never" if mesh[P + "pipeline_parallel_degree"] == 1 else "default"))),
-        }
-
     def _route_children(self, node: Node, worth: Worth) -> Iterator[Node]:
-        times = bounds.layer_seconds(node.job, self.software, self.constants)
+        """A pipeline whose layers are all recomputed balances them otherwise, so it is a node of its own."""
+        jobs = {whole: replace(node.job, recompute_mode="full" if whole else "none") for whole in (False, True)}
+        times = {whole: bounds.layer_times(job, self.software, self.constants) for whole, job in jobs.items()}
         rates: dict[tuple, float] = {}
-        for mesh in self._meshes(node.choice, node.choice["size"]):
-            pipeline = (
-                mesh[PP],
-                mesh[P + "pipeline_parallel_schedule"],
-                *mesh[P + "pipeline_parallel_layers_per_stage"],
-            )
-            if pipeline not in rates:
-                held = self._ranks(*pipeline[:2], pipeline[2:])
-                rates[pipeline] = bounds.pipelined(node.job, times, held, self.constants) if held else node.rate
-            if not worth(min(node.rate, rates[pipeline]), 0.0):
+        no_room: set[tuple] = set()
+        for mesh, whole in product(self._meshes(node.choice, node.choice["size"]), (False, True)):
+            pp, schedule = mesh[PP], mesh[P + "pipeline_parallel_schedule"]
+            if whole and pp == 1:
                 continue
-            choice = _keys(node.choice) | mesh | self._fastest(mesh)
+            pipeline = pp, schedule, tuple(mesh[P + "pipeline_parallel_layers_per_stage"]), whole
+            if pipeline not in rates:
+                stages = self._pipeline(*pipeline)
+                rates[pipeline] = bounds.pipelined(node.job, times[whole], stages, self.constants) if stages else 0.0
+            if pipeline in no_room or not worth(min(node.rate, rates[pipeline]), 0.0):
+                continue
+            choice = keys(node.choice) | mesh | self._fastest(mesh)
+            if whole:
+                choice["activation_checkpoint.mode"] = "full"
             if (job := self.job(choice)) is None:
                 continue
             reduce = (False, True) if job.pp == 1 and job.microbatches > 1 else (False,)
             reshard = ("never", "default") if job.pp == 1 else ("default", "always")
             if job.schedule not in ("1F1B", "Interleaved1F1B"):
                 reshard = ("default",)
-            for early, freed in product(reduce, reshard):
-                yield from self._mesh(node, choice | dict(zip(FSDP, (early, freed))), job, worth)
+            variants = [choice | dict(zip(FSDP, variant)) for variant in product(reduce, reshard)]
+            found = [self._mesh(node, variant, job) for variant in variants]
+            if all(each.memory > self.limit for each in found):
+                no_room.add(pipeline)  # for more replicas, which come next and share less, neither
+            for each in found:
+                if each.memory <= self.limit and worth(each.rate, each.memory):
+                    rate = min(each.rate, bounds.mesh(each.job, self.software, self.constants))
+                    yield replace(each, rate=rate)
 
-    def _ranks(self, pp: int, schedule: str, layers: tuple[int, ...]) -> list[list[stage_layout.Stage]]:
-        """The stages of each pipeline rank; none if there are more stages than layers."""
+    def _mesh(self, node: Node, choice: Choice, job: Job) -> Node:
+        job = _saved(job, choice)
+        fixed = bounds.fixed_memory(job)
+        least = replace(job, recompute_mode="full", offload=frozenset(OFFLOADED_LAST), redispatch=True)
+        needs = bounds.least_memory(least, fixed)
+        return Node(level=2, job=job, choice=choice, rate=node.rate, memory=needs, fixed=fixed)
+
+    def _pipeline(self, pp: int, schedule: str, layers: tuple[int, ...], whole: bool) -> Pipeline | None:
+        """None if there are more stages than layers. `whole`: recomputing all layers."""
         counts = layers or (self.model.n_layers,)
         if pp > 1 and not layers:
             number = default_stages(schedule, pp)
             if number > self.model.n_layers:
-                return []
-            counts = balanced_layers(self.model, number, self.config.training.seq_len)
+                return None
+            counts = balanced_layers(self.model, number, self.config.training.seq_len, recompute=whole)
         stages = stage_layout.from_counts([*counts], self.model.n_dense_layers, self.model.num_mtp_layers)
         layout = PipelineLayout(schedule=schedule, pp=pp, layers=tuple(counts), flops=())
-        return [[stages[i] for i in layout.stages_of(rank)] for rank in range(pp)]
-
-    def _mesh(self, node: Node, choice: Choice, job: Job, worth: Worth) -> Iterator[Node]:
-        job = _saved(job, choice)
-        rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
-        if not worth(rate, 0.0):
-            return
-        fixed = bounds.fixed_memory(job)
-        least = replace(job, recompute_mode="full", offload=frozenset(OFFLOADED_LAST), redispatch=True)
-        needs = bounds.least_memory(least, fixed)
-        if needs <= self.limit:
-            yield Node(level=2, job=job, choice=choice, rate=rate, memory=needs, fixed=fixed)
+        return Pipeline(schedule, stages, [layout.stages_of(rank) for rank in range(pp)])
 
     # -----------------------------------------------------------------------------------------------------------------
     # What saves memory
@@ -353,8 +231,8 @@ class ConfigSpace:
         key = (job.cp == 1, job.pp == 1, job.ep == 1, job.dispatcher)
         if key not in self._savings:
             self._savings[key] = [
-                Saving(part, [names for names in _offloads() if self._goes(node.choice | part, names)])
-                for part in _recomputes()
+                Saving(part, [names for names in offloads() if self._goes(node.choice | part, names)])
+                for part in recomputes()
                 if (not part["moe.redispatch"] or (job.ep > 1 and part["activation_checkpoint.mode"] != "none"))
                 and self._goes(node.choice | part, [])
             ]
@@ -364,18 +242,16 @@ class ConfigSpace:
         return not check(changed(self.config, choice | {"activation_offload.tensors": tensors}), self.gpus)
 
     def _mesh_children(self, node: Node) -> Iterator[Node]:
+        whole = node.job.recompute_mode == "full"
         for saving in self._savings_of(node):
+            if node.job.pp > 1 and (saving.part["activation_checkpoint.mode"] == "full") != whole:
+                continue
             choice = node.choice | saving.part
             job = _saved(node.job, choice)
             least = replace(job, offload=frozenset(name for names in saving.tensors for name in names))
             needs = max(node.memory, bounds.least_memory(least, node.fixed))
             if needs > self.limit:
                 continue
-            if job.recompute_mode == "full" and job.pp > 1:  # which weighs layers otherwise
-                rebuilt = self.job(choice)
-                if rebuilt is None:
-                    continue
-                job = rebuilt
             rate = min(node.rate, bounds.mesh(job, self.software, self.constants))
             yield Node(
                 level=3, job=job, choice=choice, rate=rate, memory=needs, fixed=node.fixed, tensors=saving.tensors
@@ -410,30 +286,6 @@ class ConfigSpace:
             return False
         assert Job.from_config(config, self.gpus, self.hardware) == node.job, "the file means another job"
         return True
-
-
-def _keys(choice: Choice) -> Choice:
-    return {key: value for key, value in choice.items() if key in LEAVES}
-
-
-def _recomputes() -> list[Choice]:
-    """Every choice of what backward makes again, whether or not a model has it."""
-    parts = get_args(get_args(LEAVES["activation_checkpoint.recompute"])[0])
-    modes = [("none", list(some)) for n in range(len(parts) + 1) for some in combinations(parts, n)]
-    modes += [("selective", []), ("full", [])]
-    names = ("activation_checkpoint.mode", "activation_checkpoint.recompute", "moe.redispatch")
-    return [dict(zip(names, (mode, parts, again))) for (mode, parts), again in product(modes, (False, True))]
-
-
-def _offloads() -> list[list[str]]:
-    """Every choice of what waits in host memory."""
-    every = get_args(get_args(LEAVES["activation_offload.tensors"])[0])
-    assert {name for group in OFFLOADABLE for name in group} == {*every}
-    return [
-        [name for group in some for name in group]
-        for n in range(len(OFFLOADABLE) + 1)
-        for some in combinations(OFFLOADABLE, n)
-    ]
 
 
 def _saved(job: Job, choice: Choice) -> Job:

@@ -157,10 +157,7 @@ def _count(job: Job, kind: Kind) -> int:
 
 def _pipeline(job: Job, forward: list[float], backward: list[float], wgrad: list[float]) -> tuple[float, float, float]:
     """(seconds of all microbatches, of which the busiest rank works, of which it waits for sends)."""
-    send = 0.0
-    if job.pp > 1:
-        across = job.gpus > job.hardware.nvlink_domain
-        send = kernels.collective_seconds(job.hardware, traffic.pp_bytes(job), across=across)
+    send = send_seconds(job) if job.pp > 1 else 0.0
     if job.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV") and job.pp > 1:
         dgrad = [b - w for b, w in zip(backward, wgrad)]
         held = [job.stage_indices(rank) for rank in range(job.pp)]
@@ -172,6 +169,12 @@ def _pipeline(job: Job, forward: list[float], backward: list[float], wgrad: list
         sends = 2 * send * job.microbatches
     total, computing = schedule.pipeline_seconds(forward, backward, job.pp, job.microbatches, send)
     return total, computing, sends
+
+
+def send_seconds(job: Job) -> float:
+    """How long hidden states are under way from one pipeline stage to the next."""
+    across = job.gpus > job.hardware.nvlink_domain
+    return kernels.collective_seconds(job.hardware, traffic.pp_bytes(job), across=across)
 
 
 def embedding_time(job: Job, c: Constants) -> LayerTime:

@@ -16,13 +16,14 @@ from titan_moe.config_file import ConfigError
 from titan_moe.config_keys import get
 from titan_moe.plan import diff, hardware, report, search
 from titan_moe.plan.check import plan_problems
+from titan_moe.plan.choices import Choice, changed
 from titan_moe.plan.diff import Diff
 from titan_moe.plan.improve import WORTH
 from titan_moe.plan.job import Job
 from titan_moe.plan.memory import GIB
 from titan_moe.plan.report import Plan
 from titan_moe.plan.search import Found
-from titan_moe.plan.space import Choice, ConfigSpace, Node, changed
+from titan_moe.plan.space import ConfigSpace, Node
 
 HEADROOM = 0.10
 """Share of the memory that stays free, for routing that is less even than the planner takes it to be; the shipped
