@@ -117,6 +117,8 @@ class VerifiedCheckpoints(CheckpointManager):
         # Experts' gates and ups are views of one tensor, and torch 2.14.1's stager, which keeps account of storages by
         # the addresses of their Python objects, fails on those. So they are copied, until they are staged.
         parts = {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # a stager may copy on a stream of its own, which waits for no other
         saving = dcp.async_save(
             parts,
             storage_writer=writer,
