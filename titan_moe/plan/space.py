@@ -9,9 +9,8 @@ settings at each level.
     offload    what waits in host memory
 
 Each node is a whole job, in which what is not decided yet is the fastest there is, and has bounds (bounds.py) for all
-below it. Everything else stays as the file has it: the model, the batch, the sequence length, the types of parameters
-and moments. What changes numbers, the precision, or needs libraries that the file does not ask for, only changes where
-`plan.search_also` says so.
+below it. What there is to choose from says choices.py. Everything else stays as the file has it: the model, the batch,
+the sequence length, the types of parameters and moments.
 
 Which combinations a training refuses is asked of the training's own checks (config_check.py); none is written down
 here. Imports no torch.
