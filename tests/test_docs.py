@@ -93,7 +93,7 @@ COMMANDS: dict[str, dict[str, How]] = {
     "docs/moe_region.md": {"for dispatcher in": Runs(slow=True)},
     "docs/overlap.md": {"--moe.overlap=half_batch": Runs(slow=True)},
     "docs/parallelism.md": {
-        "ZBVZeroBubble": Runs(),
+        "ZBVZeroBubble": Runs(slow=True),
         "--training.seq_len=32768": RunBy(
             "tests/distributed/test_train.py::test_a_sequence_of_32k_on_two_context_ranks"
         ),
