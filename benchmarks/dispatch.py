@@ -81,8 +81,7 @@ def compare(ranks: int, D: int, tokens: int, repetitions: int) -> Iterator[Recor
             yield record(case, part, unit="ms", **fields)
     for name, places in (("dedup", ranks), ("dedup by node", ranks // PER_NODE)):
         if name in variants:
-            drawn, _ = unique_places(places)
-            floor = drawn * (places - 1) / places * 2 * D
+            floor = unique_places(places) * (places - 1) / places * 2 * D
             metric = "payload" if name == "dedup" else "across nodes"
             share = sent[name][metric] / floor
             target = f"value <= {MOST_OF_FLOOR}" if tokens >= 1024 else ""
