@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks import roofline
-from benchmarks.harness import ROOT, Options, Record, Times, interleaved
+from benchmarks.harness import ROOT, Options, Record, Times, interleaved, versus
 
 from benchmarks.stepping import QUIET, SteppedRun, load, one_process_group  # isort: skip - before torchtitan
 
@@ -165,10 +165,8 @@ def whole_runs(case: str, repetitions: int) -> Iterator[Record]:
     start = times.against("ours", "torchtitan", scale=1)
     yield record(case, "command to first step", unit="s", **start, target=target)
     ours, stock = (statistics.median(peaks[name]) for name in ("ours", "torchtitan"))
-    yield record(
-        case, "peak memory of the process", unit="MiB", value=ours, baseline=stock, ratio=stock / ours,
-        against="torchtitan",
-    )  # fmt: skip
+    peak = versus(ours, stock) | {"against": "torchtitan"}
+    yield record(case, "peak memory of the process", unit="MiB", value=ours, **peak)
 
 
 def first_step(words: list[str]) -> tuple[float, float]:
