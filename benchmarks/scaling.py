@@ -15,6 +15,7 @@ Shape letters: T tokens, D model width, F expert hidden width, E experts, K top-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 from benchmarks.stepping import QUIET, SteppedRun, load, one_process_group  # isort: skip - before torchtitan
 
@@ -158,8 +159,6 @@ def over_ranks(counts: list[int], tokens: int, repetitions: int) -> Iterator[Rec
 
 def rank_cost(name: str, tokens: int, repetitions: int) -> dict[str, float]:
     """Of one rank: CPU milliseconds of plan, and of dispatch and combine; bytes of metadata."""
-    from statistics import median
-
     group, counter, D = dist.group.WORLD, CountBytes(), 256
     dispatcher = make_dispatcher(name, num_experts=E, top_k=K, alignment=16, ep_group=group)
     generator = torch.Generator().manual_seed(dist.get_rank())
