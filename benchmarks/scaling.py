@@ -65,7 +65,7 @@ def record(case: str, metric: str, **fields) -> Record:
 
 
 def fitted(axis: str, metric: str, times: Times, more: str) -> Iterator[Record]:
-    """Exponents of what was timed, by sizes that are the names."""
+    """Exponents of what was timed, by sizes that are the names; low and high are of single repetitions the extremes."""
     sizes = {int(name): 1e3 * times.median(name) for name in times.seconds}
     case = f"{axis} {min(sizes)} to {max(sizes)}" + (f", {more}" if more else "")
     each = [exponent(sizes, values) for values in zip(*times.seconds.values())]

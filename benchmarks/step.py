@@ -2,7 +2,8 @@
 
 Both train on the same data with the same weights, dtype (bf16 in FSDP2, fp32 weights and moments) and threads; the
 baseline is stock.py. Between the two stand runs with one more part of ours each: attention, then the MoE layer, then
-the loop with everything around it (loss, telemetry, guards), so that their gains multiply to the whole.
+the loop with everything around it (loss, telemetry, guards), so that within a repetition their gains multiply to the
+whole.
 
 Phases are those of train.py's own timers. Their floors are model FLOPs by plan/flops.py and, where bytes weigh more,
 the bytes that must move: AdamW reads weight, gradient and two moments and writes three of them, 28 bytes a parameter.
