@@ -1,6 +1,6 @@
 """Steps of other jobs on this machine, predicted from a run on one rank and a run on two (--plan.calibrate).
 
-    python benchmarks/calibrate.py [--rounds 3] [--steps 12] [--clock wall|process] [--json FILE] [--KEY=VALUE ...]
+    python benchmarks/calibrate.py [--rounds 3] [--steps 12] [--clock wall|process] [--KEY=VALUE ...]
 
 Each round trains the debug model for a few steps: on one rank and on two with expert parallelism, which is what the
 planner learns from; then on four ranks, and with twice the width on one rank and on two, which it predicts. Told are,
@@ -14,7 +14,6 @@ leaves the work itself to compare, whatever else the machine does.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -48,7 +47,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--clock", choices=["wall", "process"], default="wall")
-    parser.add_argument("--json", type=Path)
     args, more = parser.parse_known_args()
     rounds = []
     for i in range(args.rounds):
@@ -59,14 +57,10 @@ def main() -> None:
         )
     print(f"\nSeconds of a step, {args.clock} clock, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     print("| run | measured | predicted | error |\n|---|---|---|---|")
-    rows = {}
     for name in rounds[0]:
         seen, predicted = (statistics.median(each[name][k] for each in rounds) for k in (0, 1))
         error = statistics.median(each[name][1] / each[name][0] for each in rounds) - 1
-        rows[name] = {"measured": seen, "predicted": predicted, "error": error}
         print(f"| {name} | {seen:.3f} | {predicted:.3f} | {error:+.1%} |")
-    if args.json:
-        args.json.write_text(json.dumps({"clock": args.clock, "load": os.getloadavg()[0], "runs": rows}, indent=1))
 
 
 def one_round(steps: int, clock: str, more: list[str]) -> dict[str, tuple[float, float]]:
@@ -81,7 +75,7 @@ def one_round(steps: int, clock: str, more: list[str]) -> dict[str, tuple[float,
 
 
 def train(folder: Path, ranks: int, words: list[str], clock: str) -> Measured:
-    program = Path(folder.parent / "rank.py")
+    program = folder.parent / "rank.py"
     program.write_text((PROCESSOR_TIME if clock == "process" else "") + PROGRAM)
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(program), str(ROOT)]
     done = subprocess.run(

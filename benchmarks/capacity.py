@@ -125,5 +125,5 @@ def measure(options: Options) -> Iterator[Record]:
     for name, row in found.items():
         yield Record(suite=SUITE, case=name, metric="step", unit="ms", **times.against(name, BASE))
         for metric, value in row.items():
-            base = versus(value, found[BASE][metric]) if "loss" in metric else {}
+            base = versus(value, found[BASE][metric]) | {"against": BASE} if "loss" in metric else {}
             yield Record(suite=SUITE, case=name, metric=metric, value=value, unit=UNITS[metric], **base)

@@ -63,7 +63,7 @@ def record(case: str, metric: str, **fields) -> Record:
 def compare(ranks: int, D: int, tokens: int, repetitions: int) -> Iterator[Record]:
     variants = [name for name in VARIANTS if ranks > PER_NODE or "node" not in name]
     seconds, sent = on_ranks(ranks, on_rank, variants, D, tokens, repetitions)
-    times = {part: Times({name: [s[part] for s in spans] for name, spans in seconds.items()}) for part in PARTS}
+    times = by_part(seconds)
     for name in variants:
         case, base = f"{ranks} ranks, D {D}, {name}", BASES.get(name, name.partition(",")[0])
         is_base = base == name
@@ -81,12 +81,16 @@ def compare(ranks: int, D: int, tokens: int, repetitions: int) -> Iterator[Recor
             yield record(case, part, unit="ms", **fields)
     for name, places in (("dedup", ranks), ("dedup by node", ranks // PER_NODE)):
         if name in variants:
-            drawn, _ = unique_places(places)
-            floor = drawn * (places - 1) / places * 2 * D
+            floor = unique_places(places) * (places - 1) / places * 2 * D
             metric = "payload" if name == "dedup" else "across nodes"
             share = sent[name][metric] / floor
             target = f"value <= {MOST_OF_FLOOR}" if tokens >= 1024 else ""
             yield record(f"{ranks} ranks, D {D}, {name}", f"{metric} / floor", value=share, target=target)
+
+
+def by_part(seconds: dict[str, list[dict[str, float]]]) -> dict[str, Times]:
+    """Of the seconds of the parts by repetition, by variant."""
+    return {part: Times({name: [s[part] for s in spans] for name, spans in seconds.items()}) for part in PARTS}
 
 
 def on_rank(variants: list[str], D: int, tokens: int, repetitions: int) -> tuple[dict, dict]:
@@ -156,11 +160,12 @@ def one_pass(dispatcher, ids_TK, x_TD, w_TK, grad_TD) -> tuple[dict[str, float],
 
 
 def chunked(chunks: list[int], ns_per_byte: float, D: int, tokens: int, repetitions: int) -> Iterator[Record]:
-    spans, expected = on_ranks(4, chunked_on_rank, chunks, ns_per_byte, D, tokens, repetitions)
-    times = Times({str(C): [s["forward"] for s in spans[C]] for C in chunks})
+    seconds, expected = on_ranks(4, chunked_on_rank, chunks, ns_per_byte, D, tokens, repetitions)
+    times = by_part({str(C): spans for C, spans in seconds.items()})
     for C in chunks:
         case = f"4 ranks in 2 nodes, {ns_per_byte:.0f} ns/byte, D {D}, {C} chunks"
-        yield record(case, "forward", unit="ms", **times.against(str(C), "1") | {"against": "1 chunk"})
+        for part in PARTS:
+            yield record(case, part, unit="ms", **times[part].against(str(C), "1") | {"against": "1 chunk"})
         yield record(case, "forward, expected", unit="ms", value=1e3 * statistics.median(expected[C]))
 
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.stepping import QUIET, SteppedRun, load, one_process_group  # isort: skip - before torchtitan
@@ -77,15 +78,13 @@ def measure_on(device: str, options: Options) -> Iterator[Record]:
             yield from experts(flavor, names, base, tokens, time_it)
     for name in options.pick(["smallest"], ["wide", "16b"], ["debug-2048", "wide", "16b"]):
         for found in layer.compare(name, "natural", repetitions, budget_s, device):
-            yield record(f"layer, {found.case}", found)
+            yield replace(found, suite=SUITE, case=f"layer, {found.case}")
     yield from fused(*options.pick((64, 64), (32768, 2048), (32768, 2048)), time_it)
     yield from steps(options.pick(SMALL_STEP, SIZE_OF_STEP, SIZE_OF_STEP), time_it)
 
 
-def record(case: str, found: Record | None = None, **fields) -> Record:
-    if found is not None:
-        fields = {name: getattr(found, name) for name in found.__dataclass_fields__ if name not in ("suite", "case")}
-    return Record(suite=SUITE, case=case, **fields)
+def record(case: str, metric: str, **fields) -> Record:
+    return Record(suite=SUITE, case=case, metric=metric, **fields)
 
 
 def absent(what: str, why: object) -> None:
@@ -161,10 +160,10 @@ def experts(flavor: str, names, base: str, tokens: int, time_it: Timer) -> Itera
 
 
 def fused(R: int, F: int, time_it: Timer) -> Iterator[Record]:
+    if time_it.device == "cpu":  # it only interprets the kernel; the precision suite counts there
+        return
     for name, (by_torch, by_kernel, moved) in fused_quantize.cases(R, F, time_it.device).items():
         case = f"{name}, [{R:,}, {F:,}]"
-        if time_it.device == "cpu":  # it only interprets the kernel; the precision suite counts there
-            continue
         found = fused_quantize.counts(by_torch, by_kernel, moved)
         kernels = versus(found["Triton"][0], found["torch"][0]) | {"against": "torch"}
         yield record(case, metric="kernels", value=found["Triton"][0], **kernels)

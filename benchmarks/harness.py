@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from itertools import pairwise
+from math import log
 from pathlib import Path
 from typing import Any, Literal
 
@@ -169,8 +170,6 @@ def interleaved(
 
 def exponent(sizes: Iterable[float], values: Iterable[float]) -> float:
     """p of value = c size^p, by least squares on logarithms."""
-    from math import log
-
     x, y = [log(s) for s in sizes], [log(v) for v in values]
     return statistics.linear_regression(x, y).slope
 

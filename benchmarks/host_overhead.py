@@ -17,6 +17,7 @@ Shape letters: T tokens, D model width, F expert hidden width, K top-k, E expert
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import titan_moe.runtime  # noqa: F401
@@ -25,9 +26,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
+from benchmarks.peers import Shape, stock_config
 from titan_moe.moe import experts
 from titan_moe.moe.layer import FusedMoE, fuse
 
@@ -44,20 +44,13 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def build(**settings) -> FusedMoE:
+def build() -> FusedMoE:
     linear = {"w1": (D, F), "w2": (F, D), "w3": (D, F)}
     shared = {name: Linear.Config(in_features=i, out_features=o) for name, (i, o) in linear.items()}
-    config = MoE.Config(
-        num_experts=E,
-        load_balance_coeff=1e-3,
-        routed_experts=RoutedExperts.Config(
-            inner_experts=GroupedExperts.Config(dim=D, hidden_dim=F, num_experts=E),
-            token_dispatcher=LocalTokenDispatcher.Config(num_experts=E, top_k=K),
-        ),
-        router=TokenChoiceTopKRouter.Config(num_experts=E, gate=Linear.Config(in_features=D, out_features=E), top_k=K),
-        shared_experts=FeedForward.Config(**shared),
+    config = replace(
+        stock_config(Shape(T, D, F, E, K)), load_balance_coeff=1e-3, shared_experts=FeedForward.Config(**shared)
     )
-    moe = fuse(config, **settings).build()
+    moe = fuse(config).build()
     assert isinstance(moe, FusedMoE)
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

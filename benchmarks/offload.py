@@ -20,16 +20,15 @@ import titan_moe.runtime  # noqa: F401
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import recompute
 from benchmarks.harness import Options, Record, Times, interleaved, versus
-from benchmarks.recompute import Allocations, FusedAttention, checkpointed
+from benchmarks.recompute import TWO_LAYERS, Allocations, fake_block
 from titan_moe import config_file
 from titan_moe.attention import documents
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
-from titan_moe.model import build_model, init_weights, model_config
+from titan_moe.model import build_model, init_weights
 from titan_moe.offload import Offloader
 from titan_moe.offload_blocks import attach
 from titan_moe.offload_check import offloaded_bytes
@@ -43,7 +42,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in ATTENTION},
     "all five": ("layer_input", *ATTENTION),
 }
-TWO_LAYERS = ["train_configs/debug_model.toml", "--model.n_layers=2", "--model.n_dense_layers=1"]
 FOUR_LAYERS = ["train_configs/debug_model.toml", "--model.n_layers=4", "--training.mixed_precision_param=float32"]
 
 
@@ -57,17 +55,8 @@ def wrapped(block: nn.Module, names: tuple[str, ...]) -> Offloader:
 
 def kept_bytes(config: Config, tokens: int, *, moe: bool) -> int:
     """What one block, MoE or dense, keeps on a GPU between forward and backward in bf16, its input counted."""
-    layer = model_config(config).layers[int(moe)]
-    layer.attention.inner_attention = FusedAttention.Config()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
-        block = layer.build()
-        for parameter in block.parameters():
-            parameter.data = torch.empty(parameter.shape, dtype=torch.bfloat16)
-        positions_BL = torch.zeros(1, tokens, dtype=torch.int64)
-        block = checkpointed(block, config)
+    with fake_block(config, tokens, moe=moe) as (block, before, positions_BL):
         offloader = wrapped(block, tuple(config.activation_offload.tensors))
-        width = block.attention.dim
-        before = torch.empty(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
         with Allocations([*block.parameters(), *block.buffers(), positions_BL, before]) as allocated:
             x_BLD = before * 2  # as a layer before it would, nobody else keeps it
             y_BLD = block(x_BLD, None, positions_BL)

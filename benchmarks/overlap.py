@@ -27,14 +27,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import titan_moe.runtime  # noqa: F401
 
 from benchmarks.harness import Options, Record, versus
+from benchmarks.ranks import heard
 from tests.distributed import overlap_measured, overlap_ranks, traced
 from tests.distributed.harness import Case, run_cases
-from tests.faults.checkpoint_run import Job
 from titan_moe.timeline import common, length, write_chrome_trace
 
 SUITE = "overlap"
@@ -72,22 +71,6 @@ def measure(options: Options) -> Iterator[Record]:
 
 def record(case: str, metric: str, **fields) -> Record:
     return Record(suite=SUITE, case=case, metric=metric, **fields)
-
-
-def heard(job_of: Any, *arguments: Any, world_size: int, answers: int = 1) -> list[list[Any]]:
-    """What each rank of a job told, answer by answer."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder) / "store", job_of, *arguments, world_size=world_size)
-        try:
-            found = [job.hear() for _ in range(answers)]
-        except BaseException:
-            job.kill()
-            raise
-        job.end()
-    for answer in found:
-        if isinstance(answer[0], str):  # a ValueError that ended it
-            raise ValueError(answer[0])
-    return found
 
 
 def by_mode(ranks: int, modes, delays: list[float], steps: int, options: Options) -> Iterator[Record]:

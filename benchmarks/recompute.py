@@ -13,7 +13,8 @@ Shape letters: T tokens, D model width.
 """
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import titan_moe.runtime  # noqa: F401
@@ -113,8 +114,10 @@ def checkpointed(block: nn.Module, config: Config) -> nn.Module:
     return model.layers["0"]
 
 
-def kept_bytes(config: Config, tokens: int, *, moe: bool) -> int:
-    """What one block, MoE or dense, keeps between forward and backward in bf16 on a GPU."""
+@contextmanager
+def fake_block(config: Config, tokens: int, *, moe: bool) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+    """On a fake GPU: a block, MoE or dense, with bf16 weights and this configuration's checkpointing; x_BLD, a leaf;
+    positions_BL."""
     layer = model_config(config).layers[int(moe)]
     layer.attention.inner_attention = FusedAttention.Config()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
@@ -123,7 +126,12 @@ def kept_bytes(config: Config, tokens: int, *, moe: bool) -> int:
             parameter.data = torch.empty(parameter.shape, dtype=torch.bfloat16)
         x_BLD = torch.empty(1, tokens, block.attention.dim, dtype=torch.bfloat16, requires_grad=True)
         positions_BL = torch.zeros(1, tokens, dtype=torch.int64)
-        block = checkpointed(block, config)
+        yield checkpointed(block, config), x_BLD, positions_BL
+
+
+def kept_bytes(config: Config, tokens: int, *, moe: bool) -> int:
+    """What one block keeps between forward and backward in bf16 on a GPU."""
+    with fake_block(config, tokens, moe=moe) as (block, x_BLD, positions_BL):
         with Allocations([*block.parameters(), *block.buffers(), positions_BL]) as allocated:
             y_BLD = block(x_BLD.view_as(x_BLD), None, positions_BL)
         return allocated.alive() - y_BLD.untyped_storage().nbytes()

@@ -15,6 +15,7 @@ Shape letters: T tokens, D model width, F expert hidden width, E experts, K top-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 from benchmarks.stepping import QUIET, SteppedRun, load, one_process_group  # isort: skip - before torchtitan
 
@@ -64,7 +65,7 @@ def record(case: str, metric: str, **fields) -> Record:
 
 
 def fitted(axis: str, metric: str, times: Times, more: str) -> Iterator[Record]:
-    """Exponents of what was timed, by sizes that are the names."""
+    """Exponents of what was timed, by sizes that are the names; low and high are of single repetitions the extremes."""
     sizes = {int(name): 1e3 * times.median(name) for name in times.seconds}
     case = f"{axis} {min(sizes)} to {max(sizes)}" + (f", {more}" if more else "")
     each = [exponent(sizes, values) for values in zip(*times.seconds.values())]
@@ -158,8 +159,6 @@ def over_ranks(counts: list[int], tokens: int, repetitions: int) -> Iterator[Rec
 
 def rank_cost(name: str, tokens: int, repetitions: int) -> dict[str, float]:
     """Of one rank: CPU milliseconds of plan, and of dispatch and combine; bytes of metadata."""
-    from statistics import median
-
     group, counter, D = dist.group.WORLD, CountBytes(), 256
     dispatcher = make_dispatcher(name, num_experts=E, top_k=K, alignment=16, ep_group=group)
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -2,7 +2,8 @@
 
 Both train on the same data with the same weights, dtype (bf16 in FSDP2, fp32 weights and moments) and threads; the
 baseline is stock.py. Between the two stand runs with one more part of ours each: attention, then the MoE layer, then
-the loop with everything around it (loss, telemetry, guards), so that their gains multiply to the whole.
+the loop with everything around it (loss, telemetry, guards), so that within a repetition their gains multiply to the
+whole.
 
 Phases are those of train.py's own timers. Their floors are model FLOPs by plan/flops.py and, where bytes weigh more,
 the bytes that must move: AdamW reads weight, gradient and two moments and writes three of them, 28 bytes a parameter.
@@ -23,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks import roofline
-from benchmarks.harness import ROOT, Options, Record, Times, interleaved
+from benchmarks.harness import ROOT, Options, Record, Times, interleaved, versus
 
 from benchmarks.stepping import QUIET, SteppedRun, load, one_process_group  # isort: skip - before torchtitan
 
@@ -165,10 +166,8 @@ def whole_runs(case: str, repetitions: int) -> Iterator[Record]:
     start = times.against("ours", "torchtitan", scale=1)
     yield record(case, "command to first step", unit="s", **start, target=target)
     ours, stock = (statistics.median(peaks[name]) for name in ("ours", "torchtitan"))
-    yield record(
-        case, "peak memory of the process", unit="MiB", value=ours, baseline=stock, ratio=stock / ours,
-        against="torchtitan",
-    )  # fmt: skip
+    peak = versus(ours, stock) | {"against": "torchtitan"}
+    yield record(case, "peak memory of the process", unit="MiB", value=ours, **peak)
 
 
 def first_step(words: list[str]) -> tuple[float, float]:

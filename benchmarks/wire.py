@@ -4,7 +4,6 @@ Shape letters: T tokens, K top-k, E experts, R ranks.
 """
 
 from functools import cache
-from math import comb
 
 import titan_moe.runtime  # noqa: F401
 
@@ -24,18 +23,11 @@ def route(tokens: int, generator: torch.Generator, experts: int = E) -> torch.Te
 
 
 @cache
-def unique_places(places: int) -> tuple[float, float]:
+def unique_places(places: int) -> float:
     """On how many of `places`, ranks or nodes that share the experts evenly, a token has experts: U of the rule above,
-    from 200,000 tokens, and by the formula for groups picked at random (the real rule spreads a token more)."""
+    from 200,000 tokens."""
     ids = route(200_000, torch.Generator().manual_seed(1))
-    drawn = torch.zeros(len(ids), places).scatter_(1, ids // (E // places), 1.0).sum(1).mean().item()
-    each, size = GROUPS // places, E // GROUPS  # groups of a place, experts of a group
-    formula = 0.0
-    for j in range(min(each, KEPT_GROUPS) + 1):
-        groups_here = comb(each, j) * comb(GROUPS - each, KEPT_GROUPS - j) / comb(GROUPS, KEPT_GROUPS)
-        missed = comb((KEPT_GROUPS - j) * size, K) / comb(KEPT_GROUPS * size, K)
-        formula += places * groups_here * (1 - missed)
-    return drawn, formula
+    return torch.zeros(len(ids), places).scatter_(1, ids // (E // places), 1.0).sum(1).mean().item()
 
 
 class CountBytes:
