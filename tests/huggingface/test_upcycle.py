@@ -163,8 +163,12 @@ def test_a_checkpoint_of_this_trainer_is_no_dense_model(tmp_path, capsys, monkey
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "manifest.json").write_text("{}")
     (tmp_path / "run.toml").write_text(
-        'model.name = "qwen3"\ntraining.dataset = "synthetic"\n[checkpoint]\nenable = true\nupcycle = true\n'
-        'initial_load_path = "step-1"\n'
+        'model.name = "qwen3"\ntraining.dataset = "synthetic"\nvalidation.enable = false\n[checkpoint]\nenable = true\n'
+        'upcycle = true\ninitial_load_path = "step-1"\n'
     )
     assert launch(["run.toml"], {}) == 2
     assert "initial_load_path = 'step-1' is a checkpoint of this trainer" in capsys.readouterr().err
+    job = Job(tmp_path / "store", mesh_run.training, [str(tmp_path / "run.toml"), f"--job.dump_folder={tmp_path / 'x'}"])
+    (told,) = job.hear()  # of a start without the launcher
+    job.end()
+    assert re.match("ValueError: checkpoint.upcycle = true: .*step-1' is a checkpoint of this trainer", told)
