@@ -38,6 +38,7 @@ from titan_moe.tokenizer import build_tokenizer
 
 SIZES = {key: value for key, value in peers.GQA.items() if key != "num_experts_per_tok"}
 SIZES |= {"intermediate_size": 48, "rope_parameters": peers.THETA, "rms_norm_eps": 1e-6}
+YARN = peers.YARN | {"rope_theta": peers.THETA["rope_theta"]}
 OURS = peers.OURS_GQA | {"moe_hidden_dim": 48, "num_experts": 6, "norm_eps": 1e-6}
 DENSE: dict[str, tuple[Any, Any, str]] = {
     "qwen3": (Qwen3Config(**SIZES), Qwen3ForCausalLM, "qwen3"),
@@ -137,6 +138,7 @@ def test_another_hidden_width_is_named(tmp_path):
         (True, "qwen3", {"model_type": "llama"}, 'set model.name = "mixtral"'),
         (True, "qwen3", {"model_type": "gemma"}, "must be one of qwen3, mistral, llama"),
         (True, "mistral", {"sliding_window": 4096}, "sliding_window = 4096: this trainer's attention has no window"),
+        (True, "qwen3", {"rope_parameters": YARN}, 'type "yarn": this trainer has none in models of type qwen3;'),
         (True, "llama", {"mlp_bias": True}, "mlp_bias = True: this trainer's projections have no biases"),
     ],
 )

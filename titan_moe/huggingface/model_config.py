@@ -219,10 +219,11 @@ def _rotary_disagreements(content: dict[str, Any], f: Flavor, kind: str) -> Iter
     if theta != f.rope_theta:
         yield _disagreement("rope_theta", theta, "rope_theta", f.rope_theta)
     scaling = rope.get("rope_type", rope.get("type", "default"))
-    if scaling not in ("default", "yarn"):
-        yield f'config.json: rope_scaling is of type "{scaling}": this trainer has only "yarn"; choose another model'
-        return
     factor = rope.get("factor", 1.0) if scaling == "yarn" else 1.0
+    if scaling not in ("default", "yarn") or (f.attention == "gqa" and factor != 1):
+        has = 'only "yarn"' if f.attention == "mla" else f"none in models of type {kind}"
+        yield f'config.json: rope_scaling is of type "{scaling}": this trainer has {has}; choose another model'
+        return
     if factor != f.rope_factor:
         yield _disagreement("rope_scaling.factor", factor, "rope_factor", f.rope_factor)
     if factor == 1 or f.rope_factor == 1:
