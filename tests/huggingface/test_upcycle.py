@@ -50,12 +50,8 @@ DENSE: dict[str, tuple[Any, Any, str]] = {
 
 def dense(kind: str) -> nn.Module:
     """transformers' model in fp32, far enough from its initialization that every weight matters."""
-    torch.manual_seed(0)
     config, model_class, _ = DENSE[kind]
-    model = model_class._from_config(config, attn_implementation="eager").float()
-    for name, value in model.named_parameters():
-        nn.init.normal_(value, mean=float("norm" in name), std=0.1)
-    return model.eval()
+    return peers.drawn(model_class._from_config(config, **peers.EAGER), seed=0)
 
 
 def configuration(kind: str, folder: Path | str, **sizes: Any) -> Config:
@@ -170,7 +166,8 @@ def test_a_checkpoint_of_this_trainer_is_no_dense_model(tmp_path, capsys, monkey
     )
     assert launch(["run.toml"], {}) == 2
     assert "initial_load_path = 'step-1' is a checkpoint of this trainer" in capsys.readouterr().err
-    job = Job(tmp_path / "store", mesh_run.training, [str(tmp_path / "run.toml"), f"--job.dump_folder={tmp_path / 'x'}"])
-    (told,) = job.hear()  # of a start without the launcher
+    argv = [str(tmp_path / "run.toml"), f"--job.dump_folder={tmp_path / 'run'}"]
+    job = Job(tmp_path / "store", mesh_run.training, argv)  # without the launcher
+    (told,) = job.hear()
     job.end()
     assert re.match("ValueError: checkpoint.upcycle = true: .*step-1' is a checkpoint of this trainer", told)

@@ -142,8 +142,9 @@ def fields_of(f: Flavor, kind: str) -> list[Field]:
 def disagreements(content: dict[str, Any], name: str, f: Flavor, *, dense: bool = False) -> list[str]:
     """What a config.json says otherwise than the configuration, whose model.name is `name`: each with both values.
     `dense`: it is of a dense model, whose feed-forward becomes every expert (names.py)."""
-    if strange := [key for key, known in TYPES.items() if not isinstance(content.get(key), known | None)]:
-        return [f"config.json: {key} = {content[key]!r}: is no {TYPES[key].__name__}; download it again" for key in strange]
+    strange = [(key, known) for key, known in TYPES.items() if not isinstance(content.get(key), known | None)]
+    if strange:
+        return [f"config.json: {key} = {content[key]!r}: is no {t.__name__}; download it again" for key, t in strange]
     kind = content.get("model_type")
     families, others = (DENSE_FAMILIES, FAMILIES) if dense else (FAMILIES, DENSE_FAMILIES)
     if families.get(kind) != name:  # type: ignore[arg-type]
