@@ -327,6 +327,7 @@ CASES = [
     ),
     case("checkpoint.create_seed_checkpoint = true"),
     case("checkpoint.create_seed_checkpoint = true\ncheckpoint.enable = true\ncheckpoint.load_only = true"),
+    case('checkpoint.create_seed_checkpoint = true\ncheckpoint.enable = true\ncheckpoint.initial_load_path = "step-1"'),
     case('checkpoint.async_mode = "async_with_pinned_mem"'),
     case('model.hf_assets_path = "gone"'),
     case("model.vocab_size = 100"),

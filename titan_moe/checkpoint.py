@@ -71,6 +71,7 @@ def build_checkpointer(
         load_step=c.load_step,
         load_only=c.load_only,
         verify=c.verify,
+        upcycle=c.upcycle,
     ).build(
         dataloader=dataloader,
         model_parts=list(model_parts),

@@ -44,6 +44,7 @@ class VerifiedCheckpoints(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         verify: Literal["full", "size", "none"] = "full"
+        upcycle: bool = False
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class VerifiedCheckpoints(CheckpointManager):
         if not self.enable:
             return
         self.import_weights, self.export_weights = import_weights, export_weights
-        self.verify = config.verify
+        self.verify, self.upcycle = config.verify, config.upcycle
         self.saving = Path()  # the checkpoint that is being written in the background
         # Groups of their own, with torch's limit of 30 minutes: ranks wait here for the one with the slowest disk, or
         # with the most to write. The background thread uses self.pg, and two threads may not share a group.
@@ -214,7 +215,8 @@ class VerifiedCheckpoints(CheckpointManager):
         if start := self.initial_load_path:
             if problem := runtime.on_rank_0(lambda: checkpoint_folder.misnamed(Path(start))):
                 raise ValueError(f"checkpoint.initial_load_path = {start!r}: {problem}")
-            if self.import_weights and runtime.on_rank_0(lambda: checkpoint_folder.is_hugging_face(Path(start))):
+            foreign = self.upcycle or runtime.on_rank_0(lambda: checkpoint_folder.is_hugging_face(Path(start)))
+            if self.import_weights and foreign:
                 self.import_weights(Path(start), self.agreement)
                 return True
             if problem := self._damage(Path(start), None):

@@ -274,4 +274,9 @@ def _files(config: Config) -> list[str]:
         found.append("checkpoint.create_seed_checkpoint = true: saves nothing without checkpoint.enable = true; set it")
     if checkpoint.create_seed_checkpoint and checkpoint.load_only:
         found.append("checkpoint.create_seed_checkpoint = true: load_only = true forbids to save it; choose one")
+    if checkpoint.create_seed_checkpoint and checkpoint.initial_load_path:
+        found.append(
+            "checkpoint.create_seed_checkpoint = true: saves the weights that debug.seed draws, and would not read "
+            "initial_load_path; leave one of them out"
+        )
     return found

@@ -20,7 +20,6 @@ from titan_moe import (
     placement,
     run_folder,
     titan_dispatchers_check,
-    upcycle_check,
 )
 from titan_moe.config import Config
 from titan_moe.config_check import NEEDS_GPU
@@ -134,10 +133,8 @@ def _checkpoints(config: Config, folder: Path) -> list[str]:
     if start and not steps:
         if problem := checkpoint_folder.misnamed(Path(start)):
             found.append(f"checkpoint.initial_load_path = {start!r}: {problem}")
-        elif checkpoint_folder.is_hugging_face(Path(start)):
+        elif config.checkpoint.upcycle or checkpoint_folder.is_hugging_face(Path(start)):
             found += huggingface_check.problems(config, Path(start))
-        elif config.checkpoint.upcycle:
-            found.append(upcycle_check.no_dense_model(start))
     if step >= 0 and step not in steps:
         found.append(f"checkpoint.load_step = {step}: {folder} has steps {steps}; choose one, or -1 for the newest")
     elif step >= 0 and (newer := [there for there in steps if there > step]):

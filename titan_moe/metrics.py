@@ -166,9 +166,11 @@ class Metrics:
             "validation_metrics/loss": record.get("validation_loss"),
         }
         known = {"step", "attempt", "loss", "time_s", "memory_gib", "data_percent", "step_s", "validation_loss"}
-        more = {key: value for key, value in record.items() if key not in known and key not in tags}
-        renamed = (re.sub("^validation_(?=loss/|perplexity/)", "validation_metrics/", key) for key in more)
-        return tags | dict(zip(renamed, more.values()))
+        return tags | {
+            re.sub("^validation_(?=loss/|perplexity/)", "validation_metrics/", key): value
+            for key, value in record.items()
+            if key not in known and key not in tags
+        }
 
     def close(self) -> None:
         if self.file is not None:

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from titan_moe.model import local_slice
+from titan_moe.torch_helpers import local
 
 A, B, C = 3.4445, -4.7750, 2.0315
 ITERATIONS = 5
@@ -85,17 +86,17 @@ class Muon(Optimizer):
                 ahead = (self._look_ahead(parameter, group["momentum"], keep) for parameter in together)
                 for parameter, whole in zip(together, _directions(together, ahead)):
                     rows, columns = (parameter.shape[dim] for dim in MATRIX[parameter.ndim])
-                    local, lr, direction = _local(parameter), group["lr"], whole[self.parts[parameter]]
-                    local.mul_(1 - lr * group["weight_decay"] * keep)
-                    local.sub_(direction.to(local.dtype) * (lr * SCALE * math.sqrt(max(rows, columns)) * keep))
+                    part, lr, direction = local(parameter), group["lr"], whole[self.parts[parameter]]
+                    part.mul_(1 - lr * group["weight_decay"] * keep)
+                    part.sub_(direction.to(part.dtype) * (lr * SCALE * math.sqrt(max(rows, columns)) * keep))
 
     def _look_ahead(self, parameter: Tensor, mu: float, keep: Tensor | float) -> Tensor:
         """This rank's part of N, with its part of the momentum moved."""
         assert parameter.grad is not None
         if not self.state[parameter]:
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffer, gradient = _local(self.state[parameter]["momentum_buffer"]), _local(parameter.grad)
-        assert buffer.shape == gradient.shape == _local(parameter).shape, "a gradient is cut otherwise"
+        buffer, gradient = local(self.state[parameter]["momentum_buffer"]), local(parameter.grad)
+        assert buffer.shape == gradient.shape == local(parameter).shape, "a gradient is cut otherwise"
         if isinstance(keep, float):
             buffer.lerp_(gradient, 1 - mu)
         else:
@@ -122,7 +123,7 @@ def _rounds(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             continue
         shape = tuple(parameter.shape[dim] for dim in MATRIX[parameter.ndim])
         together = waiting.get(shape, [])
-        if together and sum(_local(each).numel() for each in (*together, parameter)) > TOGETHER_ELEMENTS:
+        if together and sum(local(each).numel() for each in (*together, parameter)) > TOGETHER_ELEMENTS:
             yield waiting.pop(shape)
         waiting.setdefault(shape, []).append(parameter)
     yield from waiting.values()
@@ -179,14 +180,10 @@ def _whole(part: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
 
 def _part(parameter: Tensor) -> tuple[slice, ...]:
     """Of its whole matrices on this rank: where this rank's rows and columns of them are."""
-    local, offset = local_slice(parameter)
+    part, offset = local_slice(parameter)
     inside = MATRIX[parameter.ndim]
-    where = enumerate(zip(offset, local.shape))
+    where = enumerate(zip(offset, part.shape))
     return tuple(slice(at, at + size) if dim in inside else slice(None) for dim, (at, size) in where)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from titan_moe.huggingface.load import load
 from titan_moe.inputs import model_inputs
 from titan_moe.model import build_model, init_weights
 from titan_moe.moe.names import to_stock_names
+from titan_moe.torch_helpers import local
 
 Job.context.set_forkserver_preload([__name__])
 
@@ -40,7 +41,7 @@ def on_mesh(tell: Callable[[Any], None], config: Config, out: Path) -> None:
         init_weights(part, seed=3)
         with torch.no_grad():
             for value in part.parameters():
-                (value.to_local() if isinstance(value, DTensor) else value).fill_(torch.nan)
+                local(value).fill_(torch.nan)
     load(Path(config.checkpoint.initial_load_path), config, parts, dist.group.WORLD)
     whole = {}
     for part in parts:

@@ -165,6 +165,10 @@ def test_every_field_that_disagrees_is_told_with_both_values(tmp_path):
         ("topk_method", "group_limited_greedy", "only noaux_tc in models of type deepseek_v3"),
         ("model_type", "llama", "must be one of deepseek_v3, kimi_k2"),
         ("rope_scaling", {"type": "linear", "factor": 2.0}, 'of type "linear"'),
+        ("rope_scaling", "linear", "is no dict; download it again"),
+        ("num_nextn_predict_layers", "1", "is no int"),
+        ("model_type", ["deepseek_v3"], "is no str"),
+        ("quantization_config", "fp8", "is no dict"),
         ("quantization_config", {"quant_method": "awq"}, "quant_method = 'awq', .*only \"fp8\""),
     ],
 )

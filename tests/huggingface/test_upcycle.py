@@ -38,6 +38,7 @@ from titan_moe.tokenizer import build_tokenizer
 
 SIZES = {key: value for key, value in peers.GQA.items() if key != "num_experts_per_tok"}
 SIZES |= {"intermediate_size": 48, "rope_parameters": peers.THETA, "rms_norm_eps": 1e-6}
+YARN = peers.YARN | {"rope_theta": peers.THETA["rope_theta"]}
 OURS = peers.OURS_GQA | {"moe_hidden_dim": 48, "num_experts": 6, "norm_eps": 1e-6}
 DENSE: dict[str, tuple[Any, Any, str]] = {
     "qwen3": (Qwen3Config(**SIZES), Qwen3ForCausalLM, "qwen3"),
@@ -49,12 +50,8 @@ DENSE: dict[str, tuple[Any, Any, str]] = {
 
 def dense(kind: str) -> nn.Module:
     """transformers' model in fp32, far enough from its initialization that every weight matters."""
-    torch.manual_seed(0)
     config, model_class, _ = DENSE[kind]
-    model = model_class._from_config(config, attn_implementation="eager").float()
-    for name, value in model.named_parameters():
-        nn.init.normal_(value, mean=float("norm" in name), std=0.1)
-    return model.eval()
+    return peers.drawn(model_class._from_config(config, **peers.EAGER), seed=0)
 
 
 def configuration(kind: str, folder: Path | str, **sizes: Any) -> Config:
@@ -137,6 +134,7 @@ def test_another_hidden_width_is_named(tmp_path):
         (True, "qwen3", {"model_type": "llama"}, 'set model.name = "mixtral"'),
         (True, "qwen3", {"model_type": "gemma"}, "must be one of qwen3, mistral, llama"),
         (True, "mistral", {"sliding_window": 4096}, "sliding_window = 4096: this trainer's attention has no window"),
+        (True, "qwen3", {"rope_parameters": YARN}, 'type "yarn": this trainer has none in models of type qwen3;'),
         (True, "llama", {"mlp_bias": True}, "mlp_bias = True: this trainer's projections have no biases"),
     ],
 )
@@ -163,8 +161,13 @@ def test_a_checkpoint_of_this_trainer_is_no_dense_model(tmp_path, capsys, monkey
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "manifest.json").write_text("{}")
     (tmp_path / "run.toml").write_text(
-        'model.name = "qwen3"\ntraining.dataset = "synthetic"\n[checkpoint]\nenable = true\nupcycle = true\n'
-        'initial_load_path = "step-1"\n'
+        'model.name = "qwen3"\ntraining.dataset = "synthetic"\nvalidation.enable = false\n[checkpoint]\nenable = true\n'
+        'upcycle = true\ninitial_load_path = "step-1"\n'
     )
     assert launch(["run.toml"], {}) == 2
     assert "initial_load_path = 'step-1' is a checkpoint of this trainer" in capsys.readouterr().err
+    argv = [str(tmp_path / "run.toml"), f"--job.dump_folder={tmp_path / 'run'}"]
+    job = Job(tmp_path / "store", mesh_run.training, argv)  # without the launcher
+    (told,) = job.hear()
+    job.end()
+    assert re.match("ValueError: checkpoint.upcycle = true: .*step-1' is a checkpoint of this trainer", told)

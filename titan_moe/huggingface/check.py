@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan_moe.checkpoint_folder import is_hugging_face
 from titan_moe.config import Config
 from titan_moe.config_check import model_flavor
 from titan_moe.export_check import has_bias
@@ -14,6 +15,7 @@ from titan_moe.huggingface import folder as hf_folder
 from titan_moe.huggingface import model_config
 from titan_moe.huggingface.folder import CONFIG, ITEM_BYTES, Stored
 from titan_moe.huggingface.names import CORRECTION, Weight, weights, weights_from_dense
+from titan_moe.upcycle_check import no_dense_model
 
 SCALE = "_scale_inv"
 """What FP8 files append to a weight's name for its scales"""
@@ -43,6 +45,8 @@ def problems(config: Config, path: Path) -> list[str]:
 
 def look(config: Config, path: Path) -> Found:
     """Read config.json, the index and the header of each file, once."""
+    if config.checkpoint.upcycle and not is_hugging_face(path):
+        return Found([no_dense_model(str(path))])
     if not config.checkpoint.initial_load_model_only:
         only = "checkpoint.initial_load_model_only = false: a Hugging Face folder has only weights; set it to true"
         return Found([only])

@@ -42,6 +42,10 @@ DENSE_FAMILIES = {"qwen3": "qwen3", "mistral": "mixtral", "llama": "mixtral"}
 
 REQUIRED = object()
 
+TYPES = {"model_type": str, "num_nextn_predict_layers": int, "num_mtp_layers": int}
+TYPES |= dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), dict)
+"""What more is done with than to compare it"""
+
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -138,6 +142,9 @@ def fields_of(f: Flavor, kind: str) -> list[Field]:
 def disagreements(content: dict[str, Any], name: str, f: Flavor, *, dense: bool = False) -> list[str]:
     """What a config.json says otherwise than the configuration, whose model.name is `name`: each with both values.
     `dense`: it is of a dense model, whose feed-forward becomes every expert (names.py)."""
+    strange = [(key, known) for key, known in TYPES.items() if not isinstance(content.get(key), known | None)]
+    if strange:
+        return [f"config.json: {key} = {content[key]!r}: is no {t.__name__}; download it again" for key, t in strange]
     kind = content.get("model_type")
     families, others = (DENSE_FAMILIES, FAMILIES) if dense else (FAMILIES, DENSE_FAMILIES)
     if families.get(kind) != name:  # type: ignore[arg-type]
@@ -219,10 +226,11 @@ def _rotary_disagreements(content: dict[str, Any], f: Flavor, kind: str) -> Iter
     if theta != f.rope_theta:
         yield _disagreement("rope_theta", theta, "rope_theta", f.rope_theta)
     scaling = rope.get("rope_type", rope.get("type", "default"))
-    if scaling not in ("default", "yarn"):
-        yield f'config.json: rope_scaling is of type "{scaling}": this trainer has only "yarn"; choose another model'
-        return
     factor = rope.get("factor", 1.0) if scaling == "yarn" else 1.0
+    if scaling not in ("default", "yarn") or (f.attention == "gqa" and factor != 1):
+        has = 'only "yarn"' if f.attention == "mla" else f"none in models of type {kind}"
+        yield f'config.json: rope_scaling is of type "{scaling}": this trainer has {has}; choose another model'
+        return
     if factor != f.rope_factor:
         yield _disagreement("rope_scaling.factor", factor, "rope_factor", f.rope_factor)
     if factor == 1 or f.rope_factor == 1:
