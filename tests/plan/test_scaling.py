@@ -133,8 +133,9 @@ def test_the_reference_scales_and_experts_over_a_whole_domain_do_not(reference, 
 
 
 def test_a_checkpoint_is_what_ranks_hold(reference):
-    for name in ("deepseek_v3_671b.toml", "qwen3_235b_a22b.toml"):
-        job = scaled(name)["weak", 256].job
+    muon = "--optimizer.name=Muon"
+    for words in (["deepseek_v3_671b.toml"], ["qwen3_235b_a22b.toml", muon], ["qwen3_235b_a22b.toml"]):
+        job = scaled(*words)["weak", 256].job
         held = {entry.name: entry.size for entry in predict_memory(job).entries}
         of_all = 256 * (held["parameters, sharded"] + held["moments, sharded"])
         assert scaling.checkpoint_bytes(job) == pytest.approx(of_all, rel=0.01)

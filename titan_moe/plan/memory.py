@@ -12,10 +12,10 @@ States, with P parameters of which a rank stores P/s:
 - Megatron's distributed optimizer ("zero1"): BF16 weights and FP32 gradients of all P, FP32 master weights and moments
   of P/s: 6 + 12/s bytes. With FP8 weights their row- and column-wise copies take the place of the BF16 ones.
 - FSDP2 ("fsdp"): parameters, gradients and two moments of P/s in the stored dtype (4 + 4 + 8 in FP32; with Muon, of
-  the layers' matrices, 4 + 4 + 4), and while a
-  layer computes, gathered BF16 copies of it and of the next one, the all-gather's buffer, its gradients in BF16 and the
-  FP32 input of their reduction. Pipelines do not free gathered parameters. With more than one microbatch the gradients
-  of *all* layers are kept unsharded in FP32 until the last one, often the largest item, unless each is reduced.
+  the layers' matrices, 4 + 4 + 4), and while a layer computes, gathered BF16 copies of it and of the next one, the
+  all-gather's buffer, its gradients in BF16 and the FP32 input of their reduction. Pipelines do not free gathered
+  parameters. With more than one microbatch the gradients of *all* layers are kept unsharded in FP32 until the last one,
+  often the largest item, unless each is reduced.
 
 Activations come from activations.py, what a working set holds from the kernels as they are here: a grouped GEMM's
 backward around an unfused SwiGLU in FP32. Not PyTorch's allocator's, so in no "peak allocated": buffers of the fused
@@ -37,7 +37,7 @@ from titan_moe.plan import activations, nccl_ep, schedule, traffic
 from titan_moe.plan.activations import GPU, Kernels
 from titan_moe.plan.job import Job
 from titan_moe.plan.layer import linears
-from titan_moe.plan.parameters import REPLICATED_BY_TP, Kind, of_embedding, of_head, of_layer
+from titan_moe.plan.parameters import NOT_MUON, REPLICATED_BY_TP, Kind, of_embedding, of_head, of_layer
 from titan_moe.plan.stages import Stage
 from titan_moe.plan.within_layer import WITHIN
 
@@ -207,7 +207,7 @@ def _of_muon(job: Job, stages: list[Stage]) -> float:
     layers, shards, others = _rank_weights(job, stages)[0], _shards(job), 0.0
     for kind, number in _layers(stages).items():
         parts = of_layer(job.model, kind)
-        others += number * (parts["norms"] + parts.get("router", 0))  # which no tensor parallelism cuts
+        others += number * sum(parts.get(part, 0) for part in NOT_MUON)  # which no tensor parallelism cuts
     return (layers.dense - others) / shards.dense + layers.experts / shards.experts
 
 

@@ -27,13 +27,12 @@ from titan_moe.plan import hardware, parameters
 from titan_moe.plan.check import plan_problems
 from titan_moe.plan.goodput import BACKGROUND_SHARE, HOUR, Saving
 from titan_moe.plan.job import Job
-from titan_moe.plan.memory import Memory, predict_memory
+from titan_moe.plan.memory import BYTES, Memory, predict_memory
 from titan_moe.plan.step import Prediction, predict
 
 How = Literal["weak", "strong"]
 Corrected = Callable[[Job, Prediction], Prediction]
 DAY = 24 * HOUR
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 CONTEXT_TRIED = (2, 4, 8, 16)
 """Times the file's context-parallel degree, where the batch has fewer sequences than there are ranks"""
 KEPT = 0.9
@@ -216,9 +215,11 @@ def _lost(job: Job, speed: Prediction, base: Job, before: Prediction) -> tuple[t
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Of one checkpoint: parameters and two moments, once, whatever the number of copies."""
-    each = NUMBER_BYTES[job.param_dtype] + 2 * NUMBER_BYTES[job.moment_dtype]
-    return float(parameters.total(job.model) * each)
+    """Of one checkpoint: parameters and two moments, with Muon one of the layers' matrices; once, whatever the number of
+    copies."""
+    of_all = parameters.total(job.model)
+    moments = 2 * of_all - (parameters.of_muon(job.model) if job.muon else 0)
+    return float(of_all * BYTES[job.param_dtype] + moments * BYTES[job.moment_dtype])
 
 
 def saving(config: Config, job: Job) -> Saving:
