@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from titan_moe.pipeline_check import SPLIT_BACKWARD
-from titan_moe.plan import activations, collectives, memory, overlap, step
+from titan_moe.plan import activations, collectives, memory, overlap, remembered, step
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
 from titan_moe.plan.overlap import LayerTime
@@ -230,14 +230,7 @@ def _kept_by_rank(job: Job, rank: int) -> float:
     return max(sum(n * size for n, size in zip(held, stages)) for held in memory.in_flight(job, rank))
 
 
-_KEPT: dict[tuple, float] = {}
-
-
+@remembered.by((*activations.READ, "offload"))
 def _kept(job: Job, kind: Kind) -> float:
     """Bytes that one layer keeps of one microbatch."""
-    key = (activations.READ(job), job.offload, kind)
-    if key not in _KEPT:
-        if len(_KEPT) >= activations.REMEMBERED:
-            _KEPT.clear()
-        _KEPT[key] = sum(item.size for item in activations.kept(job, activations.layer(job, kind)))
-    return _KEPT[key]
+    return sum(item.size for item in activations.kept(job, activations.layer(job, kind)))
