@@ -37,7 +37,7 @@ from titan_moe.plan import activations, nccl_ep, schedule, traffic
 from titan_moe.plan.activations import GPU, Kernels
 from titan_moe.plan.job import Job
 from titan_moe.plan.layer import linears
-from titan_moe.plan.parameters import NOT_MUON, REPLICATED_BY_TP, Kind, of_embedding, of_head, of_layer
+from titan_moe.plan.parameters import KEPT_BY_ADAMW, REPLICATED_BY_TP, Kind, of_embedding, of_head, of_layer
 from titan_moe.plan.stages import Stage
 from titan_moe.plan.within_layer import WITHIN
 
@@ -207,7 +207,7 @@ def _of_muon(job: Job, stages: list[Stage]) -> float:
     layers, shards, others = _rank_weights(job, stages)[0], _shards(job), 0.0
     for kind, number in _layers(stages).items():
         parts = of_layer(job.model, kind)
-        others += number * sum(parts.get(part, 0) for part in NOT_MUON)  # which no tensor parallelism cuts
+        others += number * sum(parts.get(part, 0) for part in KEPT_BY_ADAMW)  # which no tensor parallelism cuts
     return (layers.dense - others) / shards.dense + layers.experts / shards.experts
 
 

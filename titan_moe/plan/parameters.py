@@ -12,7 +12,7 @@ Kind = Literal["dense", "moe", "mtp"]
 
 REPLICATED_BY_TP = {"norms", "router", "latent projections", "MTP projection"}
 """Parts that every tensor-parallel rank holds whole; the others are cut by heads or by hidden width"""
-NOT_MUON = ("norms", "router")
+KEPT_BY_ADAMW = ("norms", "router")
 """Parts of a layer that AdamW keeps beside Muon, with two moments"""
 
 
@@ -66,7 +66,7 @@ def total(flavor: Flavor, *, active: bool = False) -> int:
 def of_muon(flavor: Flavor) -> int:
     """Those of `total` that have one momentum where Muon trains: matrices of layers but the router's."""
     parts = ((number, of_layer(flavor, kind)) for kind, number in _layers(flavor).items())
-    return sum(number * sum(n for part, n in each.items() if part not in NOT_MUON) for number, each in parts)
+    return sum(number * sum(n for part, n in each.items() if part not in KEPT_BY_ADAMW) for number, each in parts)
 
 
 def _layers(flavor: Flavor) -> dict[Kind, int]:
