@@ -27,7 +27,8 @@ from titan_moe.plan.check import plan_problems
 from titan_moe.plan.choices import changed
 from titan_moe.plan.goodput import BACKGROUND_SHARE, HOUR, Saving
 from titan_moe.plan.job import Job
-from titan_moe.plan.memory import BYTES, Memory, predict_memory
+from titan_moe.plan.memory import Memory, predict_memory
+from titan_moe.plan.model_states import BYTES
 from titan_moe.plan.step import Prediction, predict
 
 How = Literal["weak", "strong"]
