@@ -9,7 +9,7 @@ calls, so documentation cannot say what the planner does not.
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,13 +133,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
-def fill(text: str) -> str:
-    """`text` with every marked block as it should be."""
+def fill(text: str, mark: str = "planner", blocks: Mapping[str, Callable[[], str]] = BLOCKS) -> str:
+    """`text` with every block of this mark as it should be."""
 
     def replaced(match: re.Match[str]) -> str:
-        return f"<!-- planner: {match[1]} -->\n{BLOCKS[match[1]]()}\n<!-- end -->"
+        return f"<!-- {mark}: {match[1]} -->\n{blocks[match[1]]()}\n<!-- end -->"
 
-    return re.sub(r"<!-- planner: ([\w ]+) -->.*?<!-- end -->", replaced, text, flags=re.DOTALL)
+    return re.sub(rf"<!-- {mark}: ([\w ]+) -->.*?<!-- end -->", replaced, text, flags=re.DOTALL)
 
 
 def stale() -> list[str]:

@@ -5,7 +5,6 @@ configurations and for published runs. Takes a minute or two.
     python scripts/search_docs.py --check    say whether one is out of date; exit status 1 if it is
 """
 
-import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -14,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from scripts import planner_docs  # noqa: E402
 from titan_moe import config_file  # noqa: E402
 from titan_moe.plan import diff, published, published_space, winner, winner_toml  # noqa: E402
 from titan_moe.plan.published_space import Compared  # noqa: E402
@@ -73,25 +73,17 @@ def changes() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {"runs": runs, "beyond": beyond, "example": example, "changes": changes}
 
 
-def fill(text: str) -> str:
-    def replaced(match: re.Match[str]) -> str:
-        return f"<!-- search: {match[1]} -->\n{BLOCKS[match[1]]()}\n<!-- end -->"
-
-    return re.sub(r"<!-- search: ([\w ]+) -->.*?<!-- end -->", replaced, text, flags=re.DOTALL)
-
-
 def main(arguments: list[str]) -> int:
     stale = 0
     for page in PAGES:
         before = page.read_text()
-        after = fill(before)
-        if arguments == ["--check"]:
-            stale += after != before
-            if after != before:
-                print(f"{page.name}: is not what searches find; run python scripts/search_docs.py", file=sys.stderr)
-        else:
+        after = planner_docs.fill(before, "search", BLOCKS)
+        if arguments != ["--check"]:
             page.write_text(after)
-    return int(stale > 0)
+        elif after != before:
+            stale = 1
+            print(f"{page.name}: is not what searches find; run python scripts/search_docs.py", file=sys.stderr)
+    return stale
 
 
 if __name__ == "__main__":

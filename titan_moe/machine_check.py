@@ -25,7 +25,8 @@ from titan_moe.optimizer_check import moments_dtype
 from titan_moe.plan import activations, parameters, report
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
-from titan_moe.plan.memory import BYTES, GIB, OUTSIDE_GIB, Entry, predict_memory
+from titan_moe.plan.memory import GIB, OUTSIDE_GIB, predict_memory
+from titan_moe.plan.model_states import BYTES, Entry
 
 PREDICTION_TOO_HIGH = 1.1
 """Peaks were up to 9 % below their prediction (docs/planner.md)"""

@@ -19,12 +19,10 @@ from titan_moe.moe.balance import LoadBalancer
 from titan_moe.moe.layer import moe_layers
 from titan_moe.moe.names import to_stock_names, to_stored_names
 from titan_moe.muon import Muon
-from titan_moe.optimizer_check import moments_dtype
+from titan_moe.optimizer_check import NOT_MUON, moments_dtype
 
 # Norm gains and biases. The router bias is a buffer, moved by the balancing hook alone.
 NO_WEIGHT_DECAY = r"norm\.weight$|\.bias$"
-# What AdamW keeps beside Muon: matrices whose rows stand for one token or one expert each.
-NOT_MUON = r"tok_embeddings\.|lm_head\.|\.router\."
 
 
 class Optimizers(OptimizersContainer):

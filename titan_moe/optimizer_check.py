@@ -1,4 +1,4 @@
-"""What moments in bf16 need (adamw.py says why). See config_check.py. No torch."""
+"""What moments in bf16 need (adamw.py says why), and what Muon leaves to AdamW. See config_check.py. No torch."""
 
 from typing import Literal
 
@@ -7,6 +7,8 @@ from titan_moe.config import Config
 LOST = 2.0**-8
 """Relative change that may be lost when a bf16 number is rounded to nearest: half of the 2^-7 between two of them just
 above a power of two"""
+NOT_MUON = r"tok_embeddings\.|lm_head\.|\.router\."
+"""What AdamW keeps beside Muon: matrices whose rows stand for one token or one expert each"""
 
 
 def moments_dtype(config: Config) -> Literal["float32", "bfloat16"]:

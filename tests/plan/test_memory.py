@@ -12,7 +12,8 @@ from titan_moe import config_file, flavors, offload_check, recompute_facts
 from titan_moe.plan import activations, memory_runs, parameters
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
-from titan_moe.plan.memory import activations_held, entries_of_rank, in_flight, predict_memory, states
+from titan_moe.plan.memory import activations_held, entries_of_rank, in_flight, predict_memory
+from titan_moe.plan.model_states import states
 from titan_moe.plan.published import RUNS, read, runs_of
 
 MIB = 2**20

@@ -9,7 +9,7 @@ import pytest
 from titan_moe import config_file, whole_file
 from titan_moe.config_check import check
 from titan_moe.config_file import ConfigError
-from titan_moe.plan import pictures, report, scaling, scaling_chart
+from titan_moe.plan import pictures, report, scaling, scaling_chart, scaling_report
 from titan_moe.plan.check import plan_problems
 from titan_moe.plan.memory import predict_memory
 from titan_moe.plan.published import RUNS, read, runs_of
@@ -92,13 +92,7 @@ def test_where_there_is_no_such_run_it_says_why(reference):
 def test_fewer_gpus_too():
     row = scaled("qwen3_235b_a22b.toml", "--plan.scale=64")["weak", 64]
     assert isinstance(row, Scaled) and not row.memory.fits and row.job.global_batch_size == 2048
-    assert "TOO MUCH" in "\n".join(scaling_report_lines([row]))
-
-
-def scaling_report_lines(rows) -> list[str]:
-    from titan_moe.plan import scaling_report
-
-    return list(scaling_report.text(rows))
+    assert "TOO MUCH" in "\n".join(scaling_report.text([row]))
 
 
 def test_context_parallelism_where_sequences_are_fewer_than_ranks():
@@ -133,8 +127,9 @@ def test_the_reference_scales_and_experts_over_a_whole_domain_do_not(reference, 
 
 
 def test_a_checkpoint_is_what_ranks_hold(reference):
-    for name in ("deepseek_v3_671b.toml", "qwen3_235b_a22b.toml"):
-        job = scaled(name)["weak", 256].job
+    muon = "--optimizer.name=Muon"
+    for words in (["deepseek_v3_671b.toml"], ["qwen3_235b_a22b.toml", muon], ["qwen3_235b_a22b.toml"]):
+        job = scaled(*words)["weak", 256].job
         held = {entry.name: entry.size for entry in predict_memory(job).entries}
         of_all = 256 * (held["parameters, sharded"] + held["moments, sharded"])
         assert scaling.checkpoint_bytes(job) == pytest.approx(of_all, rel=0.01)

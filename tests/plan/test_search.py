@@ -174,7 +174,18 @@ CHANGES = {
     "offload": frozenset({"layer_input"}),
 }
 MESH = {"gpus", "pp", "vp", "stages", "dp_replicate", "dp_shard"}
-TENSORS_ALONE = {"sharding": "fsdp", "ranks_per_node": 4}
+OF_TENSORS = {"sharding": "fsdp", "ranks_per_node": 4}
+OF_KERNELS = {
+    "hardware": hardware.resolve("H100"),
+    "low_precision": frozenset({"experts"}),
+    "mxfp8_payload": True,
+    "overlap": "half_batch",
+    "comm_sms": 8,
+    "graphs": "full",
+    "fp8_attention": True,
+    "fused_grouped_mlp": True,
+    "sync_free": True,
+}
 
 
 def test_layers_are_remembered_by_all_that_they_read() -> None:
@@ -188,22 +199,19 @@ def test_layers_are_remembered_by_all_that_they_read() -> None:
     )
     same = [*(replace(job, **{name: value}) for name, value in CHANGES.items()), meshed]
     software, c = profiles.of_release("titan")[0], constants.fitted()
-    read = {name for name in KEY_NAMES if getattr(job, name) is not None or name in ("low_precision", "ranks_per_node")}
-    assert {field.name for field in fields(Job)} == read | CHANGES.keys() | MESH, "a new field: does a layer read it?"
+    of_tensors, of_kernels = (
+        [replace(job, **{name: value}) for name, value in changes.items()] for changes in (OF_TENSORS, OF_KERNELS)
+    )
+    every = {field.name for field in fields(Job)}
+    assert every == {*overlap.READ, *CHANGES, *MESH, *OF_TENSORS}, "a new field: do kernels read it?"
+    assert every == {*activations.READ, *CHANGES, *MESH, *OF_KERNELS}, "a new field: do tensors?"
+    alone = overlap.alone_of.__wrapped__  # type: ignore[attr-defined]
     for kind in ("dense", "moe"):
-        for other in (*same, *(replace(job, **{name: value}) for name, value in TENSORS_ALONE.items())):
-            assert overlap._alone(other, kind, software, c) == overlap._alone(job, kind, software, c)
-        for other in same:
+        for other in (*same, *of_tensors):
+            assert alone(other, kind, software, c) == alone(job, kind, software, c)
+        for other in (*same, *of_kernels):
             assert activations.megatron_layer(other, kind) == activations.megatron_layer(job, kind)
             assert activations.titan_layer(other, kind) == activations.titan_layer(job, kind)
-
-
-KEY_NAMES = {
-    *("model", "hardware", "precision", "low_precision", "micro_batch_size", "seq_len", "tp", "cp", "ep"),
-    *("recompute_mode", "recompute", "dispatcher", "mxfp8_payload", "routing", "early_weighting", "redispatch"),
-    *("overlap", "comm_sms", "graphs", "fp8_attention", "fused_grouped_mlp", "sync_free"),
-    *("sharding", "ranks_per_node"),
-}
 
 
 def plan(*words: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -16,10 +16,10 @@ Sizes in bytes; BF16 is 2 bytes per element. Imports no torch.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
 from titan_moe.flavors import Flavor
+from titan_moe.plan import remembered
 from titan_moe.plan.job import Job
 from titan_moe.plan.parameters import Kind
 from titan_moe.plan.traffic import unique_places
@@ -67,25 +67,17 @@ GPU = Kernels()
 CPU = Kernels(norm_is_fused=False, values_are_padded=True, row_alignment=16)
 
 
-READ = attrgetter(
+READ = (
     *("model", "sharding", "precision", "micro_batch_size", "seq_len", "tp", "cp", "ep", "recompute_mode", "recompute"),
     *("redispatch", "dispatcher", "ranks_per_node", "routing", "early_weighting"),
 )
 """What of a job decides what a layer's tensors are. A test changes everything else"""
-_LAYERS: dict[tuple, tuple[Item, ...]] = {}
-REMEMBERED = 1 << 17
 
 
+@remembered.by(READ)
 def layer(job: Job, kind: Kind, kernels: Kernels = GPU) -> tuple[Item, ...]:
-    """The tensors of one layer of a job, nothing recomputed. Remembered by what it reads."""
-    key = (READ(job), kind, kernels)
-    found = _LAYERS.get(key)
-    if found is None:
-        if len(_LAYERS) >= REMEMBERED:
-            _LAYERS.clear()
-        items = megatron_layer(job, kind) if job.sharding == "zero1" else titan_layer(job, kind, kernels)
-        found = _LAYERS[key] = tuple(items)
-    return found
+    """The tensors of one layer of a job, nothing recomputed."""
+    return tuple(megatron_layer(job, kind) if job.sharding == "zero1" else titan_layer(job, kind, kernels))
 
 
 def kept(job: Job, items: Iterable[Item]) -> list[Item]:

@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from titan_moe.plan import activations, collectives, memory, overlap, step
+from titan_moe.pipeline_check import SPLIT_BACKWARD
+from titan_moe.plan import activations, collectives, memory, overlap, remembered, step
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
 from titan_moe.plan.overlap import LayerTime
@@ -56,7 +57,7 @@ def layer_times(job: Job, software: Software, c: Constants) -> dict[Kind, LayerT
     """By kind: one layer of one microbatch, as in `layers`."""
     found = {}
     for kind in step.KINDS:
-        if _number(job, kind):
+        if step.count(job, kind):
             found[kind] = _least([overlap.layer_time(bare, kind, software, c) for bare in _bare(job)])
     return found
 
@@ -108,9 +109,7 @@ def _held(job: Job, stages: Sequence[Stage], times: Mapping[Kind, LayerTime], c:
             continue
         runs = [(getattr(stage, kind), time) for kind, time in times.items()]
         runs += [(int(stage.embedding), embedding), (stage.head * (1 + job.num_mtp_layers), head)]
-        sums = [
-            sum(n * getattr(time, name) for n, time in runs if n) for name in ("forward", "backward", "wgrad", "pair")
-        ]
+        sums = [sum(n * getattr(time, name) for n, time in runs if n) for name in TIMES]
         # An MTP layer may gain more than an MoE layer: then less is known.
         moe = stage.moe * times["moe"].pair if stage.moe and "mtp" not in times else 0.0
         found[stage] = Held(*sums, moe=moe)
@@ -132,7 +131,7 @@ def _pipeline_seconds(
     pp, steady = len(ranks), sum(stage.pair for stage in stages)
     if pp == 1:
         return microbatches * steady
-    zero_bubble = schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    zero_bubble = schedule in SPLIT_BACKWARD
     one_each = len(stages) == pp and not zero_bubble
     if steady < (1 - HIDES) * sum(stage.forward + stage.backward for stage in stages):
         each, mean = [stage.moe for stage in stages], microbatches * steady / pp
@@ -154,7 +153,7 @@ def _pipeline_seconds(
 
 def _layers(job: Job, pair: Callable[[Job, Kind], float]) -> float:
     """Seconds of one microbatch in all layers."""
-    numbers = {kind: n for kind in step.KINDS if (n := _number(job, kind))}
+    numbers = {kind: n for kind in step.KINDS if (n := step.count(job, kind))}
     return sum(n * min(pair(each, kind) for each in _bare(job)) for kind, n in numbers.items())
 
 
@@ -179,16 +178,12 @@ def mesh(job: Job, software: Software, c: Constants) -> float:
             for times in step.stage_times(job, software, c)
         ]
     else:
-        times = {kind: overlap.layer_time(job, kind, software, c) for kind in step.KINDS if _number(job, kind)}
+        times = {kind: overlap.layer_time(job, kind, software, c) for kind in step.KINDS if step.count(job, kind)}
         held = _held(job, job.stages, times, c)
     ranks = [job.stage_indices(rank) for rank in range(job.pp)]
     send = step.send_seconds(job) if job.pp > 1 else 0.0
     whole = _pipeline_seconds(job.schedule, held, ranks, job.microbatches, send) + step.optimizer_seconds(job, c)
     return job.tokens_per_step / (whole * (1 + step.stragglers(job))) / job.gpus
-
-
-def _number(job: Job, kind: Kind) -> int:
-    return sum(getattr(stage, kind) for stage in job.stages)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,19 +225,12 @@ def least_memory(job: Job, fixed: list[Fixed]) -> float:
 
 
 def _kept_by_rank(job: Job, rank: int) -> float:
-    each = {kind: _kept(job, kind) for kind in step.KINDS if _number(job, kind)}
+    each = {kind: _kept(job, kind) for kind in step.KINDS if step.count(job, kind)}
     stages = [sum(getattr(stage, kind) * size for kind, size in each.items()) for stage in job.stages_of_rank(rank)]
     return max(sum(n * size for n, size in zip(held, stages)) for held in memory.in_flight(job, rank))
 
 
-_KEPT: dict[tuple, float] = {}
-
-
+@remembered.by((*activations.READ, "offload"))
 def _kept(job: Job, kind: Kind) -> float:
     """Bytes that one layer keeps of one microbatch."""
-    key = (activations.READ(job), job.offload, kind)
-    if key not in _KEPT:
-        if len(_KEPT) >= activations.REMEMBERED:
-            _KEPT.clear()
-        _KEPT[key] = sum(item.size for item in activations.kept(job, activations.layer(job, kind)))
-    return _KEPT[key]
+    return sum(item.size for item in activations.kept(job, activations.layer(job, kind)))

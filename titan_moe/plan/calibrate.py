@@ -22,6 +22,7 @@ from titan_moe.config import Config
 from titan_moe.config_file import ConfigError
 from titan_moe.plan import hardware
 from titan_moe.plan.check import plan_problems
+from titan_moe.plan.choices import changed
 from titan_moe.plan.hardware import HARDWARE
 from titan_moe.plan.job import Job
 from titan_moe.plan.step import Prediction, limit_of, predict
@@ -227,9 +228,8 @@ def _planned_run(run: Measured, name: str) -> Prediction:
     if not run.config.plan.hardware and known is None:
         names = ", ".join(HARDWARE)
         raise ConfigError(name, [f"plan.calibrate: {run.folder}: ran on {run.device}, which is none of {names}"])
-    config = config_file.load([str(Path(run.folder) / "config.toml")])
-    config.plan.hardware = config.plan.hardware or (known.name if known else "")
-    config.plan.gpus = run.ranks
+    named = run.config.plan.hardware or (known.name if known else "")
+    config = changed(run.config, {"plan.hardware": named, "plan.gpus": run.ranks})
     if problems := plan_problems(config):
         raise ConfigError(name, [f"plan.calibrate: {run.folder}: {problem}" for problem in problems])
     return predict(Job.from_config(config, run.ranks, hardware.resolve(config.plan.hardware)))

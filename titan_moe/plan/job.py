@@ -16,7 +16,7 @@ from titan_moe.config_check import data_parallel_degree, model_flavor
 from titan_moe.flavors import Flavor
 from titan_moe.mesh_check import microbatch_size, sequences_per_step
 from titan_moe.optimizer_check import moments_dtype
-from titan_moe.pipeline_layout import pipeline_layout
+from titan_moe.pipeline_layout import V_SHAPED, pipeline_layout
 from titan_moe.plan import stages as stage_layout
 from titan_moe.plan.hardware import Hardware, Precision
 from titan_moe.plan.parameters import Kind
@@ -186,7 +186,7 @@ class Job:
     def stage_indices(self, rank: int) -> list[int]:
         """Places in `stages` of what one pipeline rank holds: every pp-th, or with a V-shaped schedule one from each
         end."""
-        if self.vp == 2 and self.schedule in ("ZBVZeroBubble", "DualPipeV"):
+        if self.vp == 2 and self.schedule in V_SHAPED:
             return [rank, 2 * self.pp - 1 - rank]
         return list(range(rank, len(self.stages), self.pp))
 

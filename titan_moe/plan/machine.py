@@ -44,7 +44,7 @@ class Machine:
     """Seconds per byte, of phases with bytes on the wire in some run"""
 
     def crowd(self, ranks: int) -> float:
-        return max(1.0, ranks * self.threads / self.cores)
+        return crowd(ranks, self.threads, self.cores)
 
     def computing(self, done: Work) -> float:
         return done.flops * self.flop + done.moved * self.byte + done.operations * self.operation
@@ -66,6 +66,11 @@ class Machine:
         return found
 
 
+def crowd(ranks: int, threads: int, cores: int) -> float:
+    """How many times as long all takes on ranks that share cores."""
+    return max(1.0, ranks * threads / cores)
+
+
 def job_of(run: Measured) -> Job:
     return Job.from_config(run.config, run.ranks, ANY)
 
@@ -73,7 +78,7 @@ def job_of(run: Measured) -> Job:
 def learn(runs: Sequence[Measured]) -> Machine:
     """The machine that these runs were on. Raises ValueError for a run whose work is not counted."""
     cores, threads = runs[0].cores, runs[0].threads
-    crowds = [max(1.0, run.ranks * threads / cores) for run in runs]
+    crowds = [crowd(run.ranks, threads, cores) for run in runs]
     done = []
     for run in runs:
         try:
@@ -81,8 +86,8 @@ def learn(runs: Sequence[Measured]) -> Machine:
         except ValueError as error:
             raise ValueError(f"{run.folder}: {error}") from error
     seen = [
-        {phase: sum(run.phases.get(name, 0.0) for name in names) / crowd for phase, names in PHASES.items()}
-        for run, crowd in zip(runs, crowds)
+        {phase: sum(run.phases.get(name, 0.0) for name in names) / shared for phase, names in PHASES.items()}
+        for run, shared in zip(runs, crowds)
     ]
     alone = [
         (each[phase], of[phase])

@@ -7,20 +7,10 @@ activations, one layer is being differentiated (and recomputed), or the loss hea
 
 with FSDP's sharded gradients in the place of the activations where they take more, at the end of backward.
 
-States, with P parameters of which a rank stores P/s:
-
-- Megatron's distributed optimizer ("zero1"): BF16 weights and FP32 gradients of all P, FP32 master weights and moments
-  of P/s: 6 + 12/s bytes. With FP8 weights their row- and column-wise copies take the place of the BF16 ones.
-- FSDP2 ("fsdp"): parameters, gradients and two moments of P/s in the stored dtype (4 + 4 + 8 in FP32; with Muon, of
-  the layers' matrices, 4 + 4 + 4), and while a
-  layer computes, gathered BF16 copies of it and of the next one, the all-gather's buffer, its gradients in BF16 and the
-  FP32 input of their reduction. Pipelines do not free gathered parameters. With more than one microbatch the gradients
-  of *all* layers are kept unsharded in FP32 until the last one, often the largest item, unless each is reduced.
-
-Activations come from activations.py, what a working set holds from the kernels as they are here: a grouped GEMM's
-backward around an unfused SwiGLU in FP32. Not PyTorch's allocator's, so in no "peak allocated": buffers of the fused
-dispatchers, and OUTSIDE_GIB for CUDA context, NCCL and cuBLAS. Fragmentation is a margin, ALLOCATOR_MARGIN of what is
-allocated.
+States, gathered parameters and gradients come from model_states.py, activations from activations.py, what a working set
+holds from the kernels as they are here: a grouped GEMM's backward around an unfused SwiGLU in FP32. Not PyTorch's
+allocator's, so in no "peak allocated": buffers of the fused dispatchers, and OUTSIDE_GIB for CUDA context, NCCL and
+cuBLAS. Fragmentation is a margin, ALLOCATOR_MARGIN of what is allocated.
 
 Sizes in bytes; GiB = 2**30. Imports no torch.
 """
@@ -28,16 +18,13 @@ Sizes in bytes; GiB = 2**30. Imports no torch.
 from collections import defaultdict
 from collections.abc import Set
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import NamedTuple
 
 from titan_moe import te_ep_check
-from titan_moe.flavors import Flavor
 from titan_moe.plan import activations, nccl_ep, schedule, traffic
 from titan_moe.plan.activations import GPU, Kernels
 from titan_moe.plan.job import Job
-from titan_moe.plan.layer import linears
-from titan_moe.plan.parameters import REPLICATED_BY_TP, Kind, of_embedding, of_head, of_layer
+from titan_moe.plan.model_states import Entry, gathered, layers_of, states, summed_gradients
+from titan_moe.plan.parameters import Kind, of_head
 from titan_moe.plan.stages import Stage
 from titan_moe.plan.within_layer import WITHIN
 
@@ -45,16 +32,6 @@ GIB = 2**30
 ALLOCATOR_MARGIN = 0.04
 OUTSIDE_GIB = 3.0
 OUTSIDE = "outside the allocator"
-BYTES = {"float32": 4, "bfloat16": 2}
-FP8_WEIGHT_BYTES = 2 * (1 + 1 / 32)
-"""A row-wise and a column-wise copy, with a scale byte per 32 elements"""
-
-
-class Entry(NamedTuple):
-    group: str
-    name: str
-    size: float
-    """Bytes"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,130 +94,17 @@ def entries_of_rank(job: Job, rank: int, kernels: Kernels = GPU, *, keeps: bool 
     if job.sharding == "zero1":
         return [*found, *kept]
     if job.microbatches > 1 and job.reduce_every_microbatch:
-        return [*found, *_gathered(job, stages), *kept]  # those of the microbatches before are there all the time
+        return [*found, *gathered(job, stages), *kept]  # those of the microbatches before are there all the time
     # FSDP2 makes a layer's sharded gradient as backward frees its activations (and the whole one that was summed up
     # over microbatches): the first of them have gone when the last of those comes.
     gradients = [entry for entry in found if entry.group == "gradients"]
     found = [entry for entry in found if entry.group != "gradients"]
-    summed = [_summed_gradients(job, stages)] if job.microbatches > 1 else []
-    return [*found, *_gathered(job, stages), *_largest([[*summed, *kept], gradients])]
+    summed = [summed_gradients(job, stages)] if job.microbatches > 1 else []
+    return [*found, *gathered(job, stages), *_largest([[*summed, *kept], gradients])]
 
 
 def _largest(choices: list[list[Entry]]) -> list[Entry]:
     return max(choices, key=lambda entries: sum(entry.size for entry in entries))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameters
-
-
-class Weights(NamedTuple):
-    """Parameters of a piece of the model on one rank before FSDP shards them, and how many ranks shard each sort."""
-
-    dense: float
-    experts: float
-
-
-def _layer_weights(job: Job, kind: Kind) -> Weights:
-    return _weights(job.model, kind, job.ep, job.tp)
-
-
-@cache
-def _weights(model: Flavor, kind: Kind, ep: int, tp: int) -> Weights:
-    parts = of_layer(model, kind)
-    experts = parts.pop("routed experts", 0) / (ep if ep > 1 else tp)
-    return Weights(sum(n / (1 if part in REPLICATED_BY_TP else tp) for part, n in parts.items()), experts)
-
-
-def _layers(stages: list[Stage]) -> dict[Kind, int]:
-    return {"dense": sum(s.dense for s in stages), "moe": sum(s.moe for s in stages), "mtp": sum(s.mtp for s in stages)}
-
-
-def _ends(job: Job, stages: list[Stage]) -> Weights:
-    """Embedding and head, where a stage has them. An MTP layer on another rank than the embedding has a copy."""
-    embeddings = any(s.embedding for s in stages) or any(s.mtp for s in stages)
-    head = any(s.head for s in stages)
-    return Weights((embeddings * of_embedding(job.model) + head * of_head(job.model)) / job.tp, 0.0)
-
-
-def _rank_weights(job: Job, stages: list[Stage]) -> tuple[Weights, Weights]:
-    """(layers, ends): all layers of the rank together, and embedding and head."""
-    each = [(number, _layer_weights(job, kind)) for kind, number in _layers(stages).items()]
-    layers = Weights(sum(n * w.dense for n, w in each), sum(n * w.experts for n, w in each))
-    return layers, _ends(job, stages)
-
-
-def _shards(job: Job) -> Weights:
-    """Ranks over which dense and expert parameters (or with zero1 their optimizer states) are cut."""
-    if job.sharding == "zero1":
-        return Weights(job.dp * job.cp, job.edp if job.ep > 1 else job.dp * job.cp)
-    shard = job.dp_shard * job.cp
-    return Weights(shard, shard * job.tp / job.ep if job.ep > 1 else shard)
-
-
-def states(job: Job, rank: int) -> list[Entry]:
-    """Parameters, gradients (as after backward) and optimizer states of pipeline rank `rank`."""
-    stages = job.stages_of_rank(rank)
-    layers, ends = _rank_weights(job, stages)
-    shards = _shards(job)
-    whole = sum(layers) + sum(ends)
-    stored = (layers.dense + ends.dense) / shards.dense + (layers.experts + ends.experts) / shards.experts
-    moments, gradient = 2 * BYTES[job.moment_dtype], BYTES[job.grad_dtype]
-    saved = BYTES[job.moment_dtype] * _of_muon(job, stages) if job.muon else 0.0
-    if job.sharding == "zero1":
-        weight = 2 if job.precision == "bf16" else FP8_WEIGHT_BYTES
-        return [
-            Entry("parameters", "weights", weight * sum(layers) + 2 * sum(ends)),
-            Entry("gradients", "gradients", gradient * whole),
-            Entry("optimizer", "master weights, sharded", 4 * stored),
-            Entry("optimizer", "moments, sharded", moments * stored),
-        ]
-    return [
-        Entry("parameters", "parameters, sharded", BYTES[job.param_dtype] * stored),
-        Entry("gradients", "gradients, sharded", gradient * stored),
-        Entry("optimizer", "moments, sharded", moments * stored - saved),
-    ]
-
-
-def _of_muon(job: Job, stages: list[Stage]) -> float:
-    """Parameters of a rank's shard that have one momentum: matrices of layers but the router's."""
-    layers, shards, others = _rank_weights(job, stages)[0], _shards(job), 0.0
-    for kind, number in _layers(stages).items():
-        parts = of_layer(job.model, kind)
-        others += number * (parts["norms"] + parts.get("router", 0))  # which no tensor parallelism cuts
-    return (layers.dense - others) / shards.dense + layers.experts / shards.experts
-
-
-def _summed_gradients(job: Job, stages: list[Stage]) -> Entry:
-    layers, ends = _rank_weights(job, stages)
-    return Entry("unreduced gradients", "gradients of all microbatches, FP32", 4 * (sum(layers) + sum(ends)))
-
-
-def _gathered(job: Job, stages: list[Stage]) -> list[Entry]:
-    """What FSDP2 has gathered or not yet reduced."""
-    layers, ends = _rank_weights(job, stages)
-    number = sum(_layers(stages).values())
-    unit = max((sum(_layer_weights(job, kind)) for kind, n in _layers(stages).items() if n), default=0.0)
-    gathered = min(1 + job.prefetch_layers, number) * unit if job.reshard_after_forward else sum(layers)
-    entries = [
-        Entry("gathered parameters", "gathered layers", 2 * gathered),
-        Entry(
-            "gathered parameters", "gathered embedding and head", 0.0 if job.reshard_after_forward else 2 * sum(ends)
-        ),
-        Entry("gathered parameters", "all-gather buffer", 2 * unit),
-        Entry("unreduced gradients", "gradients of a layer, BF16", 2 * unit),
-        Entry("unreduced gradients", "gradient reduction buffer, FP32", 4 * unit),
-    ]
-    low = max((_low_precision_weights(job, kind) for kind, n in _layers(stages).items() if n), default=0.0)
-    entries.append(Entry("gathered parameters", "low-precision copies", FP8_WEIGHT_BYTES * min(2, number) * low))
-    return entries
-
-
-def _low_precision_weights(job: Job, kind: Kind) -> float:
-    """Weights of a layer that are quantized, before FSDP cuts them."""
-    if job.precision == "bf16":
-        return 0.0
-    return sum(w.k * w.n * w.groups for w in linears(job, kind) if w.precision(job) != "bf16")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,7 +136,7 @@ def _of_microbatch(job: Job, index: int, kernels: Kernels) -> dict[str, float]:
     """What a stage keeps of one microbatch."""
     stage, hidden_states = job.stages[index], 2.0 * job.tokens * job.model.dim
     sums: dict[str, float] = defaultdict(float)
-    for kind, number in _layers([stage]).items():
+    for kind, number in layers_of([stage]).items():
         for item in activations.kept(job, activations.layer(job, kind, kernels)) if number else []:
             sums[item.name] += number * item.size
     if "layer_input" in job.offload and not stage.embedding and stage.dense + stage.moe:
@@ -286,7 +150,7 @@ def _of_microbatch(job: Job, index: int, kernels: Kernels) -> dict[str, float]:
 
 def _working_sets(job: Job, stages: list[Stage], kernels: Kernels) -> list[list[Entry]]:
     """What lives only while one layer, or the head, is differentiated."""
-    f, layers = job.model, _layers(stages)
+    f, layers = job.model, layers_of(stages)
     kind: Kind = "moe" if layers["moe"] or layers["mtp"] else "dense"
     everything = activations.layer(replace(job, recompute_mode="none"), kind, kernels)
     again = sum(item.size for item in everything) - sum(
@@ -341,7 +205,7 @@ def _buffers(job: Job, stages: list[Stage]) -> list[Entry]:
         return outside
     row = 2.0 * job.model.dim
     if job.dispatcher == "te_ep":
-        layers = _layers(stages)
+        layers = layers_of(stages)
         routings = (layers["moe"] + layers["mtp"]) * te_ep_check.buffers_per_layer(
             job.schedule, job.pp, job.microbatches
         )

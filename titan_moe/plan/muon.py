@@ -3,18 +3,18 @@
 Computed from the sizes of matrices and the rates of GEMMs; no run on a GPU has been measured.
 """
 
+import re
 from collections import Counter
 from functools import cache, lru_cache
 
 from titan_moe.flavors import Flavor
 from titan_moe.huggingface.names import weights
+from titan_moe.optimizer_check import NOT_MUON
 from titan_moe.plan import collectives, kernels
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
 
 ITERATIONS = 5
-OTHERS = ("tok_embeddings.", "lm_head.", ".moe.router.")
-"""Matrices that AdamW keeps"""
 
 
 @lru_cache
@@ -22,7 +22,7 @@ def _matrices(flavor: Flavor) -> Counter[tuple[int, int, bool]]:
     """How many there are, by rows, columns (no fewer) and whether they are an expert's."""
     found: Counter[tuple[int, int, bool]] = Counter()
     for weight in weights(flavor, bias=False):
-        if len(weight.shape) == 2 and not weight.ours.startswith(OTHERS[:2]) and OTHERS[2] not in weight.ours:
+        if len(weight.shape) == 2 and not re.search(NOT_MUON, weight.ours):
             rows, columns = sorted(weight.shape)
             found[rows, columns, weight.experts > 0] += weight.experts or 1
     return found

@@ -14,9 +14,8 @@ GPU idles until the queue is full again (`STALL_LAUNCHES`).
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 
-from titan_moe.plan import collectives, kernels, schedule, traffic, within_layer
+from titan_moe.plan import collectives, kernels, remembered, schedule, traffic, within_layer
 from titan_moe.plan.constants import Constants
 from titan_moe.plan.job import Job
 from titan_moe.plan.layer import Kernel, Kind, layer_kernels
@@ -103,7 +102,7 @@ def transfers(job: Job, software: Software, c: Constants) -> dict[str, float]:
     return found
 
 
-READ = attrgetter(
+READ = (
     *("model", "hardware", "precision", "low_precision", "micro_batch_size", "seq_len", "tp", "cp", "ep"),
     *("recompute_mode", "recompute", "dispatcher", "mxfp8_payload", "routing", "early_weighting", "redispatch"),
     *("overlap", "comm_sms", "graphs", "fp8_attention", "fused_grouped_mlp", "sync_free"),
@@ -130,22 +129,9 @@ class Alone:
     wgrad: float
 
 
-_ALONE: dict[tuple, Alone] = {}
-REMEMBERED = 1 << 17
-
-
+@remembered.by(READ)
 def alone_of(job: Job, kind: Kind, software: Software, c: Constants) -> Alone:
-    """Remembered by what it reads, because a search asks for the same layer under many meshes."""
-    key = (READ(job), kind, software, c)
-    found = _ALONE.get(key)
-    if found is None:
-        if len(_ALONE) >= REMEMBERED:
-            _ALONE.clear()
-        found = _ALONE[key] = _alone(job, kind, software, c)
-    return found
-
-
-def _alone(job: Job, kind: Kind, software: Software, c: Constants) -> Alone:
+    """Of a layer of this kind."""
     listed, moe = layer_kernels(job, kind, software, c), kind != "dense"
     sent = transfers(job, software, c) if moe else {}
     hidden, busy, slowed = {}, 0.0, 0.0

@@ -12,6 +12,8 @@ Kind = Literal["dense", "moe", "mtp"]
 
 REPLICATED_BY_TP = {"norms", "router", "latent projections", "MTP projection"}
 """Parts that every tensor-parallel rank holds whole; the others are cut by heads or by hidden width"""
+KEPT_BY_ADAMW = ("norms", "router")
+"""Parts of a layer that AdamW keeps beside Muon, with two moments"""
 
 
 def of_layer(flavor: Flavor, kind: Kind) -> dict[str, int]:
@@ -52,15 +54,25 @@ def of_head(flavor: Flavor) -> int:
 
 def total(flavor: Flavor, *, active: bool = False) -> int:
     """All parameters, MTP layers included; `active`: only those that one token meets (top_k of the routed experts)."""
-    layers = {
-        "dense": flavor.n_dense_layers,
-        "moe": flavor.n_layers - flavor.n_dense_layers,
-        "mtp": flavor.num_mtp_layers,
-    }
     count = of_embedding(flavor) + of_head(flavor)
-    for kind, number in layers.items():
-        parts = of_layer(flavor, kind)  # type: ignore[arg-type]
+    for kind, number in _layers(flavor).items():
+        parts = of_layer(flavor, kind)
         if active and kind != "dense":
             parts["routed experts"] = parts["routed experts"] * flavor.top_k // flavor.num_experts
         count += number * sum(parts.values())
     return count
+
+
+def of_muon(flavor: Flavor) -> int:
+    """Those of `total` that have one momentum where Muon trains: matrices of layers but the router's."""
+    parts = ((number, of_layer(flavor, kind)) for kind, number in _layers(flavor).items())
+    return sum(number * sum(n for part, n in each.items() if part not in KEPT_BY_ADAMW) for number, each in parts)
+
+
+def _layers(flavor: Flavor) -> dict[Kind, int]:
+    """How many there are of each kind."""
+    return {
+        "dense": flavor.n_dense_layers,
+        "moe": flavor.n_layers - flavor.n_dense_layers,
+        "mtp": flavor.num_mtp_layers,
+    }

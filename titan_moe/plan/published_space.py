@@ -137,9 +137,8 @@ class Compared:
 def compare(run: Run) -> Compared:
     """The best layout may need as much memory as the GPU has, or as the planner says that the published one needs,
     where that is more: it ran."""
-    job = run.job
-    needs = memory.predict_memory(job).needed
-    limit = max(job.hardware.hbm_gb * 1e9, needs)
-    given = Node(level=search.EXACT, job=job, choice={}, rate=step.tokens_per_s(job), memory=needs)
+    job, room = run.job, memory.predict_memory(run.job)
+    limit = max(room.capacity, room.needed)
+    given = Node(level=search.EXACT, job=job, choice={}, rate=step.tokens_per_s(job), memory=room.needed)
     found = search.search(PublishedSpace(job, limit), limit, band=0.0, known=given)
     return Compared(run=run, given=given, best=found.front[0])

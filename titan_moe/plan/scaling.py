@@ -16,7 +16,6 @@ given plan's; `lost` says which parts of the step take more GPU time per token t
 
 import math
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -25,15 +24,16 @@ from titan_moe.config import Config
 from titan_moe.mesh_check import data_parallel_degree, sequences_per_step
 from titan_moe.plan import hardware, parameters
 from titan_moe.plan.check import plan_problems
+from titan_moe.plan.choices import changed
 from titan_moe.plan.goodput import BACKGROUND_SHARE, HOUR, Saving
 from titan_moe.plan.job import Job
 from titan_moe.plan.memory import Memory, predict_memory
+from titan_moe.plan.model_states import BYTES
 from titan_moe.plan.step import Prediction, predict
 
 How = Literal["weak", "strong"]
 Corrected = Callable[[Job, Prediction], Prediction]
 DAY = 24 * HOUR
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 CONTEXT_TRIED = (2, 4, 8, 16)
 """Times the file's context-parallel degree, where the batch has fewer sequences than there are ranks"""
 KEPT = 0.9
@@ -155,7 +155,7 @@ def candidates(config: Config, how: How, gpus: int) -> Iterator[Config | str]:
     if how == "weak":
         for r, s in whole:
             if (batch * grown).denominator == 1:
-                yield _changed(config, gpus, r, s, int(batch * grown), int(t.local_batch_size))
+                yield _laid_out(config, gpus, r, s, int(batch * grown), t.local_batch_size)
             else:
                 yield f"{batch:,} x {gpus:,} / {config.plan.gpus:,} sequences per step: must be a whole number"
         return
@@ -166,8 +166,8 @@ def candidates(config: Config, how: How, gpus: int) -> Iterator[Config | str]:
         for times in CONTEXT_TRIED:
             for r, s in whole:
                 if s % times == 0 and ranks // times <= batch:
-                    split = deepcopy(config)
-                    split.parallelism.context_parallel_degree *= times
+                    cp = times * p.context_parallel_degree
+                    split = changed(config, {"parallelism.context_parallel_degree": cp})
                     yield from _strong(split, gpus, r, s // times, batch)
 
 
@@ -186,19 +186,23 @@ def _strong(config: Config, gpus: int, replicate: int, shard: int, batch: int) -
     shared = {size: batch // (ranks * size) * ranks * size for size in sizes if size}
     kept = {size: trained for size, trained in shared.items() if trained >= KEPT * batch}
     for size, trained in kept.items():
-        yield _changed(config, gpus, replicate, shard, trained, size)
+        yield _laid_out(config, gpus, replicate, shard, trained, size)
     if not kept:
         most = max(shared.values(), default=0)
         yield f"{ranks:,} data-parallel ranks share at most {most:,} of {batch:,} sequences evenly"
 
 
-def _changed(config: Config, gpus: int, replicate: int, shard: int, batch: int, local: int) -> Config:
-    changed = deepcopy(config)
-    changed.plan.gpus = gpus
-    changed.parallelism.data_parallel_replicate_degree = replicate
-    changed.parallelism.data_parallel_shard_degree = shard
-    changed.training.global_batch_size, changed.training.local_batch_size = batch, local
-    return changed
+def _laid_out(config: Config, gpus: int, replicate: int, shard: int, batch: int, local: int) -> Config:
+    return changed(
+        config,
+        {
+            "plan.gpus": gpus,
+            "parallelism.data_parallel_replicate_degree": replicate,
+            "parallelism.data_parallel_shard_degree": shard,
+            "training.global_batch_size": batch,
+            "training.local_batch_size": local,
+        },
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,9 +220,11 @@ def _lost(job: Job, speed: Prediction, base: Job, before: Prediction) -> tuple[t
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Of one checkpoint: parameters and two moments, once, whatever the number of copies."""
-    each = NUMBER_BYTES[job.param_dtype] + 2 * NUMBER_BYTES[job.moment_dtype]
-    return float(parameters.total(job.model) * each)
+    """Of one checkpoint: parameters and two moments, with Muon one of the layers' matrices. Once, however many copies
+    of the model there are."""
+    of_all = parameters.total(job.model)
+    moments = 2 * of_all - (parameters.of_muon(job.model) if job.muon else 0)
+    return float(of_all * BYTES[job.param_dtype] + moments * BYTES[job.moment_dtype])
 
 
 def saving(config: Config, job: Job) -> Saving:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from titan_moe.pipeline_layout import V_SHAPED
+
 Lane = Literal["compute", "nvlink", "network", "copy"]
 
 
@@ -113,7 +115,7 @@ def held(schedule: str, rank: int, pp: int, vp: int, microbatches: int, ahead: i
     `ahead` are forwards run earlier than 1F1B would. Schedules that split backward hold a microbatch until its weight
     gradients. V-shaped ones hold what 1F1B's first rank does, on every rank; DualPipeV one more.
     """
-    if schedule in ("ZBVZeroBubble", "DualPipeV"):
+    if schedule in V_SHAPED:
         first, second = 2 * pp - rank, rank + 1
         pairs = [(first, second)] if schedule == "DualPipeV" else [(first, second - 1), (first - 1, second)]
         return _fullest({(min(a, microbatches), min(b, microbatches)) for a, b in pairs})

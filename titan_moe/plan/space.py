@@ -272,12 +272,17 @@ class ConfigSpace(Choices):
             yield replace(node, level=5, rate=rate, memory=needs)
 
     def children(self, node: Node, worth: Worth) -> Iterator[Node]:
-        if node.level == 1:
-            return self._route_children(node, worth)
-        below = (self._shape_children, None, self._mesh_children, self._recompute_children, self._offload_children)
-        make = below[node.level]
-        assert make is not None
-        return make(node)
+        match LEVELS[node.level]:
+            case "shape":
+                return self._shape_children(node)
+            case "route":
+                return self._route_children(node, worth)
+            case "mesh":
+                return self._mesh_children(node)
+            case "recompute":
+                return self._recompute_children(node)
+            case _:
+                return self._offload_children(node)
 
     def allowed(self, node: Node) -> bool:
         config = changed(self.config, node.choice)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from titan_moe.flavors import Flavor
+from titan_moe.pipeline_check import SPLIT_BACKWARD
 from titan_moe.plan import bands, collectives, flops, kernels, muon, overlap, profiles, schedule, traffic
 from titan_moe.plan import constants as constants_file
 from titan_moe.plan.constants import Constants
@@ -103,7 +104,7 @@ def tokens_per_s(job: Job, software: Software | None = None, c: Constants | None
 
 def stage_times(job: Job, software: Software, c: Constants) -> list[list[LayerTime]]:
     """What each stage runs of one microbatch: layers, embedding, heads."""
-    layers = {(kind, False): overlap.layer_time(job, kind, software, c) for kind in KINDS if _count(job, kind)}
+    layers = {(kind, False): overlap.layer_time(job, kind, software, c) for kind in KINDS if count(job, kind)}
     if job.kept_layers:
         high = replace(job, precision="bf16", kept_layers=frozenset())
         layers |= {(kind, True): overlap.layer_time(high, kind, software, c) for kind, _ in layers}
@@ -151,14 +152,15 @@ def stragglers(job: Job) -> float:
     return STRAGGLERS_AT_256 * math.log2(max(job.gpus, 1)) / 8
 
 
-def _count(job: Job, kind: Kind) -> int:
+def count(job: Job, kind: Kind) -> int:
+    """Layers of the job."""
     return sum(getattr(stage, kind) for stage in job.stages)
 
 
 def _pipeline(job: Job, forward: list[float], backward: list[float], wgrad: list[float]) -> tuple[float, float, float]:
     """(seconds of all microbatches, of which the busiest rank works, of which it waits for sends)."""
     send = send_seconds(job) if job.pp > 1 else 0.0
-    if job.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV") and job.pp > 1:
+    if job.schedule in SPLIT_BACKWARD and job.pp > 1:
         dgrad = [b - w for b, w in zip(backward, wgrad)]
         held = [job.stage_indices(rank) for rank in range(job.pp)]
         total, computing = schedule.zero_bubble_seconds(job.schedule, forward, dgrad, wgrad, held, job.microbatches)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_moe.config import Config
-from titan_moe.config_file import ConfigError
 from titan_moe.config_keys import get
-from titan_moe.plan import diff, hardware, report, search
+from titan_moe.plan import diff, report, search
 from titan_moe.plan.check import plan_problems
 from titan_moe.plan.choices import Choice, changed
 from titan_moe.plan.diff import Diff
@@ -69,17 +68,13 @@ class Searched:
 
 def run(config: Config, name: str) -> Searched:
     """Search for `config`, which errors call `name`. Raises ConfigError with all that keeps it from being planned."""
-    if problems := plan_problems(config):
-        raise ConfigError(name, problems)
-    planned, gpus = hardware.resolve(config.plan.hardware), config.plan.gpus
-    assert gpus is not None
-    limit = (1 - HEADROOM) * planned.hbm_gb * 1e9
-    given = diff.plain(Job.from_config(config, gpus, planned))
+    given = diff.plain(report.job_of(config, name))
+    limit = (1 - HEADROOM) * given.memory.capacity
     space = ConfigSpace(config, limit)
     given_node = Node(
         level=search.EXACT,
         job=given.job,
-        choice=_choice(space),
+        choice={},
         rate=given.speed.tokens_per_s_per_gpu,
         memory=given.memory.needed,
     )
@@ -103,11 +98,6 @@ def run(config: Config, name: str) -> Searched:
         diff=diff.of_plans(given, plan, (config, after)),
         reasons=_reasons(space, best, plan),
     )
-
-
-def _choice(space: ConfigSpace) -> Choice:
-    """What the file itself chooses, of what a search can: nothing that differs."""
-    return {}
 
 
 def _differs(space: ConfigSpace, choice: Choice) -> Choice:
@@ -218,8 +208,7 @@ def _counts(searched: Searched) -> str:
 
 
 def _nothing_fits(searched: Searched) -> list[str]:
-    capacity = searched.space.hardware.hbm_gb * 1e9
-    of = f"{searched.limit / GIB:,.1f} GiB ({1 - HEADROOM:.0%} of {capacity / GIB:,.1f})"
+    of = f"{searched.limit / GIB:,.1f} GiB ({1 - HEADROOM:.0%} of {searched.given.memory.capacity / GIB:,.1f})"
     near = searched.found.nearest
     if near is None:
         return [f"NOTHING FITS into {of}, and no layout is one that training accepts."]

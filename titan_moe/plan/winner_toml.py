@@ -10,6 +10,7 @@ from titan_moe.config_print import literal
 from titan_moe.plan import diff
 from titan_moe.plan.memory import GIB
 from titan_moe.plan.winner import HEADROOM, Searched
+from titan_moe.whole_file import replacing
 
 
 def text(searched: Searched, file: str, folder: Path) -> str:
@@ -54,16 +55,13 @@ def write(searched: Searched, file: str, to: str) -> str:
     written."""
     path = Path(to)
     found = text(searched, file, path.parent) or f"base = {literal(os.path.relpath(file, path.parent))}\n"
-    part = path.with_name(f".{path.name}.{os.getpid()}.toml")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(found, encoding="utf-8")
-        loaded = config_file.read([str(part)])
-        assert searched.config is not None
-        assert not loaded.problems and not diff.settings(loaded.config, searched.config), "the file means another run"
-        os.replace(part, path)
+        with replacing(path) as written:
+            written.write_text(found, encoding="utf-8")
+            loaded = config_file.read([str(written)])
+            assert searched.config is not None and not loaded.problems
+            assert not diff.settings(loaded.config, searched.config), "the file means another run"
     except OSError as error:  # as of a disk that is full
         raise ConfigError(file, [f"plan.toml = {literal(to)}: {error.strerror or error}"]) from error
-    finally:
-        part.unlink(missing_ok=True)
     return found
