@@ -185,7 +185,7 @@ def _held_out(losses: Mapping[str, float]) -> dict[str, float]:
     found = {}
     for name, loss in losses.items():
         if name:
-            found |= {f"{LOSS}/{name}": loss, f"{PERPLEXITY}/{name}": math.exp(loss) if loss < 700 else math.inf}
+            found |= {f"{LOSS}/{name}": loss, f"{PERPLEXITY}/{name}": math.inf if loss > 700 else math.exp(loss)}
         else:
             found[LOSS] = loss
     return found
